@@ -1,0 +1,204 @@
+"""Attention of the nodes of a step over a shared prefix and their own ancestors.
+
+A step writes n nodes behind each row's prefix: slot s < length holds the token at position s, slot length + j holds
+node j at position length + depth(j). Node v sees the prefix and those of the n slots that are its ancestors or itself;
+a sliding window counts positions, because the slots of siblings differ while their positions do not.
+
+transformers hands unknown keyword arguments of `model(...)` down to the attention function, so the step's
+`Visibility` travels as the argument `tree`. `tree_attention(model)` is a context in which the model runs this function;
+outside of it the model keeps its own implementation, so `generate` and training are untouched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+NAME = "headtrain_tree"
+PREFILL_ROWS = 256  # queries scored at once where SDPA cannot be used; bounds the score matrix of a long prompt
+
+
+class Visibility:
+    """What the new tokens of each row may see. Built once per step, read by every layer.
+
+    lengths [B] int64 prefix lengths; depths [B, n] int64 of the n nodes in the slots behind the prefix; ancestors
+    [B, m, n] bool for the last m of them, which are the queries (m = n unless a tree is run level by level), or None
+    for a prompt: n tokens in a row, each seeing all before it. `start` is the common prefix length when all rows share
+    it, else None; `end` is the number of cache slots the attention reads, max(lengths) + n.
+    """
+
+    def __init__(self, lengths: Tensor, depths: Tensor, ancestors: Tensor | None, start: int | None, end: int):
+        self.lengths, self.depths, self.ancestors = lengths, depths, ancestors
+        self.start, self.end = start, end
+        self._spans: dict[tuple, tuple[int, Tensor | None]] = {}
+        self._words: Tensor | None = None
+
+    def visible(self, window: int | None) -> Tensor:
+        """[B, m, end] bool: may query v of row b see slot s?"""
+        assert self.ancestors is not None, "a prompt is causal and has no ancestor matrix"
+        m, n = self.ancestors.shape[1:]
+        slots = torch.arange(self.end, device=self.lengths.device)
+        offset = slots - self.lengths[:, None]  # [B, end], index of the node held by a slot; negative in the prefix
+        node = offset.clamp(0, n - 1)
+        in_tree = self.ancestors.gather(2, node[:, None].expand(-1, m, -1)) & (offset < n)[:, None]
+        visible = (offset < 0)[:, None] | in_tree
+        if window is not None:
+            position = torch.where(offset < 0, slots, self.lengths[:, None] + self.depths.gather(1, node))  # [B, end]
+            queried = self.lengths[:, None] + self.depths[:, n - m :]  # [B, m]
+            visible &= queried[:, :, None] - position[:, None] < window
+        return visible
+
+    def span(self, window: int | None, groups: int, kv_heads: int, dtype: torch.dtype) -> tuple[int, Tensor | None]:
+        """First slot that any node sees, and the additive mask [B * kv_heads, groups * m, end - first] behind it.
+
+        The mask is None when every node sees every slot. Computed once per step and window.
+        """
+        if window is not None and window >= self.end:
+            window = None
+        key = (window, groups, kv_heads, dtype)
+        if key not in self._spans:
+            first = 0 if window is None or self.start is None else max(0, self.start - window + 1)
+            if self.start is not None and self.depths.shape[1] == 1:
+                self._spans[key] = first, None
+            else:
+                bias = torch.zeros((), dtype=dtype, device=self.lengths.device)
+                bias = bias.where(self.visible(window)[:, :, first:], -math.inf)  # [B, m, end - first]
+                batch, m, width = bias.shape
+                bias = bias[:, None, None].expand(batch, kv_heads, groups, m, width)
+                self._spans[key] = first, bias.reshape(batch * kv_heads, groups * m, width)
+        return self._spans[key]
+
+    def words(self) -> Tensor:
+        """Ancestors as bits, [B, n, 2] int64: bit j of word w marks node 64 w + j."""
+        if self._words is None:
+            assert self.ancestors is not None
+            padded = F.pad(self.ancestors, (0, 128 - self.ancestors.shape[2])).unflatten(2, (2, 64))
+            self._words = (padded.long() << torch.arange(64, device=padded.device)).sum(-1)
+        return self._words
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    guard: bool = True,
+) -> Tensor:
+    """Grouped-query attention without copying K and V.
+
+    query [B, Hq, n, d]; key, value [B, Hkv, S, d]; bias [B * Hkv, G * n, S] additive or None; sinks [Hq] logits of a
+    slot without value. Returns [B, Hq, n, dv]. Queries of one KV head are stacked, so each K and V row is read once.
+    """
+    batch, heads, n, dim = query.shape
+    k, v = key.flatten(0, 1), value.flatten(0, 1)  # views: [B * Hkv, S, d]
+    q = query.reshape(k.shape[0], -1, dim)  # [B * Hkv, G * n, d]
+    if softcap is None:
+        scores = torch.baddbmm(q[:, :1, :1] if bias is None else bias, q, k.mT, beta=bias is not None, alpha=scale)
+    else:
+        scores = torch.tanh(torch.bmm(q, k.mT) * (scale / softcap)) * softcap
+        scores = scores if bias is None else scores + bias
+    if sinks is None:
+        weights = torch.softmax(scores, -1)
+    else:
+        sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(batch, heads, n, 1).reshape(*q.shape[:2], 1)
+        weights = torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
+    out = torch.bmm(weights, v).view(batch, heads, n, v.shape[-1])
+    if guard and bias is not None and not out.is_cuda and math.isnan(float(out.sum())):
+        return _attend_guarded(query, key, value, bias, scale, softcap, sinks)
+    return out
+
+
+def _attend_guarded(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *rest: object) -> Tensor:
+    """`attend` where some slot holds inf or NaN: a weight of zero times NaN would reach nodes that may not see it."""
+    finite = key.isfinite().all(-1) & value.isfinite().all(-1)  # [B, Hkv, S]
+    key, value = (x.where(finite[..., None], 0) for x in (key, value))
+    out = attend(query, key, value, bias, *rest, guard=False)  # type: ignore[arg-type]
+    spoilt = ((bias > -math.inf) & ~finite.flatten(0, 1)[:, None]).any(-1)  # [B * Hkv, G * n]
+    return out.masked_fill(spoilt.view(*out.shape[:3], 1), math.nan)
+
+
+def _attend_prompt(query: Tensor, key: Tensor, value: Tensor, scale: float, window, softcap, sinks) -> Tensor:
+    """Causal attention of a prompt from position 0 on; the shapes are those of `attend` with S = n."""
+    heads, n, kv_heads = query.shape[1], query.shape[2], key.shape[1]
+    if window is not None and window >= n:
+        window = None
+    if window is None and softcap is None and sinks is None:
+        if query.is_cuda:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        # On a CPU `enable_gqa` leaves the flash kernel; one copy of K and V per prompt is far cheaper.
+        key, value = (x.repeat_interleave(heads // kv_heads, 1) for x in (key, value))
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    out = []
+    for start in range(0, n, PREFILL_ROWS):
+        end = min(n, start + PREFILL_ROWS)
+        first = 0 if window is None else max(0, start - window + 1)
+        rows = torch.arange(start, end, device=query.device)[:, None]
+        slots = torch.arange(first, end, device=query.device)
+        visible = slots <= rows
+        if window is not None:
+            visible &= rows - slots < window
+        bias = torch.zeros((), dtype=query.dtype, device=query.device).where(visible, -math.inf)
+        bias = bias.repeat(heads // kv_heads, 1).expand(len(query) * kv_heads, -1, -1)
+        chunk = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
+        out.append(attend(*chunk, bias, scale, softcap, sinks))
+    return torch.cat(out, 2)
+
+
+def forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    tree: Visibility,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """The attention function given to transformers. query [B, Hq, n, d], key and value [B, Hkv, end, d].
+
+    Returns [B, n, Hq, dv]. `attention_mask` is None: no mask function is registered for this name.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if tree.ancestors is None:
+        out = _attend_prompt(query, key, value, scale, sliding_window, softcap, s_aux)
+    elif query.is_cuda and query.shape[2] == tree.depths.shape[1]:
+        from headtrain_kernels import tree_attention
+
+        out = tree_attention(
+            query, key, value, tree.lengths, tree.depths, tree.words(), scale, sliding_window, softcap, s_aux
+        )
+    else:
+        first, bias = tree.span(sliding_window, query.shape[1] // key.shape[1], key.shape[1], query.dtype)
+        if first:
+            key, value = key[:, :, first:], value[:, :, first:]
+        out = attend(query, key, value, bias, scale, softcap, s_aux)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, forward)
+
+
+@contextmanager
+def tree_attention(model: PreTrainedModel) -> Iterator[None]:
+    """While entered, `model(..., tree=visibility)` runs the function above instead of the model's own attention."""
+    configs = [model.config, *(getattr(model.config, name) for name in model.config.sub_configs)]
+    before = [config._attn_implementation_internal for config in configs]
+    for config in configs:
+        config._attn_implementation_internal = NAME
+    try:
+        yield
+    finally:
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation_internal = name

@@ -1,0 +1,62 @@
+"""One forward of a causal language model over a `TreeCache`: the target's verification, or a draft model's level."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.attention import Visibility, tree_attention
+from decode.cache import TreeCache, require_rollback
+from decode.capture import Capture
+
+
+class Forward:
+    """Runs `model`; with `layers`, also gives the hidden states at those boundaries."""
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int] = ()):
+        require_rollback(model)
+        self.model = model
+        self.capture = Capture(model, layers) if layers else None
+        self.device = model.get_input_embeddings().weight.device
+        self.vocab_size = model.config.get_text_config().vocab_size
+        # transformers 5.24 renamed the argument
+        parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+        self.cache_name = "cache" if "cache" in parameters else "past_key_values"
+
+    def new_cache(self, batch: int, capacity: int) -> TreeCache:
+        return TreeCache(self.model.config.get_text_config().num_hidden_layers, batch, capacity, self.device)
+
+    def prompt(self, cache: TreeCache, tokens: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor | None]:
+        """Fill an empty cache with prompts tokens [B, T], right padded. Commits them.
+
+        Returns the logits [B, 1, V] behind each row's last token and features [B, T, F] (None without layers).
+        """
+        last = sorted({length - 1 for length in lengths})
+        depths = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
+        logits, features = self(cache, tokens, depths, None, torch.tensor(last, device=self.device))
+        cache.commit(depths, lengths, moved=False)
+        which = torch.tensor([last.index(length - 1) for length in lengths], device=self.device)
+        return logits.gather(1, which[:, None, None].expand(-1, 1, logits.shape[-1])), features
+
+    def __call__(
+        self, cache: TreeCache, tokens: Tensor, depths: Tensor, ancestors: Tensor | None, keep: int | Tensor = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """tokens [B, m], the last m of the nodes described by depths [B, n] and ancestors [B, m, n]; see `Visibility`.
+
+        Returns logits [B, m, V] float32 (or those of the positions `keep`) and features [B, m, F].
+        """
+        m, n = tokens.shape[1], depths.shape[1]
+        start, end = cache.open(m, n - m)
+        visibility = Visibility(cache.lengths, depths, ancestors, start, end)
+        positions = cache.lengths[:, None] + depths[:, n - m :]
+        arguments = {self.cache_name: cache, "use_cache": True, "logits_to_keep": keep, "tree": visibility}
+        with tree_attention(self.model):
+            if self.capture is None:
+                return self.model(input_ids=tokens, position_ids=positions, **arguments).logits.float(), None
+            with self.capture:
+                logits = self.model(input_ids=tokens, position_ids=positions, **arguments).logits.float()
+                return logits, self.capture.take()

@@ -1,0 +1,109 @@
+"""The frozen target: loading, hidden states of chosen layers, embedding, final norm and lm_head."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from decode.capture import Capture
+from decode.errors import UserError
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "auto": "auto"}
+FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+
+
+class Target:
+    """A frozen causal language model with its tokenizer (None for a target that only tests use)."""
+
+    def __init__(self, model: nn.Module, tokenizer=None, name: str = ""):
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.config = model.config.get_text_config()
+        self.num_layers: int = self.config.num_hidden_layers
+        self.hidden_size: int = self.config.hidden_size
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        dtype: str = "auto",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> "Target":
+        """Load from a folder or a Hub name. Raises UserError when the folder lacks a config, weights or a tokenizer."""
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        folder = Path(model)
+        if folder.exists() and not (folder / "config.json").is_file():
+            raise UserError(f"target.model: {model} has no config.json; give a transformers model folder or a Hub name")
+        options = {"revision": revision, "trust_remote_code": trust_remote_code}
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(model, **options)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"target.model: no tokenizer in {model} ({first_line(error)}); save one there") from error
+        try:
+            loaded = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype], **options)
+        except (OSError, ValueError) as error:
+            raise UserError(f"target.model: cannot load {model} ({first_line(error)})") from error
+        return cls(loaded.to(device), tokenizer, name=model)
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        return self.model.get_input_embeddings()
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """[V, H]; the embedding's own tensor when the two are tied."""
+        return self.model.get_output_embeddings().weight
+
+    @property
+    def norm(self) -> nn.Module:
+        """The norm between the last layer and lm_head."""
+        for name in FINAL_NORMS:
+            if hasattr(self.model.base_model, name):
+                return getattr(self.model.base_model, name)
+        raise AssertionError(f"{type(self.model).__name__} has no final norm under {FINAL_NORMS}")
+
+    @property
+    def vocab_size(self) -> int:
+        return self.lm_head_weight.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head_weight.dtype
+
+    def logits(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Float32 logits of `hidden` [..., H] over the rows of `weight` [V', H] (default: the whole vocabulary)."""
+        logits = nn.functional.linear(hidden, self.lm_head_weight if weight is None else weight).float()
+        return self.finish_logits(logits)
+
+    def finish_logits(self, logits: Tensor) -> Tensor:
+        """What some targets do behind lm_head: a scale (Cohere, Granite), a soft cap (Gemma)."""
+        if scale := getattr(self.config, "logit_scale", None):
+            logits = logits * scale
+        if divisor := getattr(self.config, "logits_scaling", None):
+            logits = logits / divisor
+        if cap := getattr(self.config, "final_logit_softcapping", None):
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    @torch.no_grad()
+    def features(self, input_ids: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Features [B, T, F] of the boundaries `layers` and the final hidden state [B, T, H] after the norm.
+
+        `input_ids` [B, T] is right padded: under a causal mask the padding changes nothing before it.
+        """
+        with Capture(self.model, layers) as capture:
+            hidden = self.model.base_model(input_ids=input_ids, use_cache=False)[0]
+            return capture.take(), hidden
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
