@@ -36,6 +36,7 @@ class Visibility:
     def __init__(self, lengths: Tensor, depths: Tensor, ancestors: Tensor | None, start: int | None, end: int):
         self.lengths, self.depths, self.ancestors = lengths, depths, ancestors
         self.start, self.end = start, end
+        self.guarded = False  # set to run the step again without trusting the slots that nobody may see
         self._spans: dict[tuple, tuple[int, Tensor | None]] = {}
         self._words: Tensor | None = None
 
@@ -54,14 +55,14 @@ class Visibility:
             visible &= queried[:, :, None] - position[:, None] < window
         return visible
 
-    def span(self, window: int | None, groups: int, kv_heads: int, dtype: torch.dtype) -> tuple[int, Tensor | None]:
-        """First slot that any node sees, and the additive mask [B * kv_heads, groups * m, end - first] behind it.
+    def span(self, window: int | None, groups: int, dtype: torch.dtype) -> tuple[int, Tensor | None]:
+        """First slot that any query sees, and the additive mask [B, 1, groups * m, end - first] behind it.
 
-        The mask is None when every node sees every slot. Computed once per step and window.
+        The mask is None when every query sees every slot. Computed once per step and window.
         """
         if window is not None and window >= self.end:
             window = None
-        key = (window, groups, kv_heads, dtype)
+        key = (window, groups, dtype)
         if key not in self._spans:
             first = 0 if window is None or self.start is None else max(0, self.start - window + 1)
             if self.start is not None and self.depths.shape[1] == 1:
@@ -69,9 +70,7 @@ class Visibility:
             else:
                 bias = torch.zeros((), dtype=dtype, device=self.lengths.device)
                 bias = bias.where(self.visible(window)[:, :, first:], -math.inf)  # [B, m, end - first]
-                batch, m, width = bias.shape
-                bias = bias[:, None, None].expand(batch, kv_heads, groups, m, width)
-                self._spans[key] = first, bias.reshape(batch * kv_heads, groups * m, width)
+                self._spans[key] = first, bias.repeat(1, groups, 1)[:, None]
         return self._spans[key]
 
     def words(self) -> Tensor:
@@ -91,39 +90,38 @@ def attend(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    guard: bool = True,
 ) -> Tensor:
     """Grouped-query attention without copying K and V.
 
-    query [B, Hq, n, d]; key, value [B, Hkv, S, d]; bias [B * Hkv, G * n, S] additive or None; sinks [Hq] logits of a
-    slot without value. Returns [B, Hq, n, dv]. Queries of one KV head are stacked, so each K and V row is read once.
+    query [B, Hq, m, d]; key, value [B, Hkv, S, d]; bias [B, 1, G * m, S] additive or None; sinks [Hq] logits of a slot
+    without value. Returns [B, Hq, m, dv]. The queries of one KV head are stacked, so each K and V row is read once.
     """
-    batch, heads, n, dim = query.shape
-    k, v = key.flatten(0, 1), value.flatten(0, 1)  # views: [B * Hkv, S, d]
-    q = query.reshape(k.shape[0], -1, dim)  # [B * Hkv, G * n, d]
-    if softcap is None:
-        scores = torch.baddbmm(q[:, :1, :1] if bias is None else bias, q, k.mT, beta=bias is not None, alpha=scale)
+    batch, heads, m, dim = query.shape
+    q = query.reshape(batch, key.shape[1], -1, dim)  # [B, Hkv, G * m, d]
+    if softcap is None and sinks is None:
+        out = F.scaled_dot_product_attention(q, key, value, bias, scale=scale)
     else:
-        scores = torch.tanh(torch.bmm(q, k.mT) * (scale / softcap)) * softcap
-        scores = scores if bias is None else scores + bias
-    if sinks is None:
-        weights = torch.softmax(scores, -1)
-    else:
-        sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(batch, heads, n, 1).reshape(*q.shape[:2], 1)
-        weights = torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
-    out = torch.bmm(weights, v).view(batch, heads, n, v.shape[-1])
-    if guard and bias is not None and not out.is_cuda and math.isnan(float(out.sum())):
-        return _attend_guarded(query, key, value, bias, scale, softcap, sinks)
-    return out
+        scores = (q @ key.mT).float() * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        if bias is not None:
+            scores = scores + bias
+        if sinks is not None:
+            sink = sinks.float().view(1, -1, 1, 1).expand(batch, heads, m, 1).reshape(*q.shape[:3], 1)
+            scores = torch.cat([scores, sink], -1)
+        out = torch.softmax(scores, -1)[..., : key.shape[2]].to(value.dtype) @ value
+    return out.reshape(batch, heads, m, -1)
 
 
-def _attend_guarded(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *rest: object) -> Tensor:
-    """`attend` where some slot holds inf or NaN: a weight of zero times NaN would reach nodes that may not see it."""
+def attend_guarded(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *rest) -> Tensor:
+    """`attend` where slots may hold inf or NaN: a weight of zero times NaN would reach queries that may not see it."""
     finite = key.isfinite().all(-1) & value.isfinite().all(-1)  # [B, Hkv, S]
     key, value = (x.where(finite[..., None], 0) for x in (key, value))
-    out = attend(query, key, value, bias, *rest, guard=False)  # type: ignore[arg-type]
-    spoilt = ((bias > -math.inf) & ~finite.flatten(0, 1)[:, None]).any(-1)  # [B * Hkv, G * n]
-    return out.masked_fill(spoilt.view(*out.shape[:3], 1), math.nan)
+    out = attend(query, key, value, bias, *rest)
+    visible = torch.ones_like(finite[:, :1, None]) if bias is None else bias > -math.inf  # [B, 1, G * m, S]
+    spoilt = (visible & ~finite[:, :, None]).any(-1)  # [B, Hkv, G * m or 1]
+    spoilt = spoilt.expand(-1, -1, out.shape[1] // key.shape[1] * out.shape[2])
+    return out.masked_fill(spoilt.reshape(*out.shape[:3], 1), math.nan)
 
 
 def _attend_prompt(query: Tensor, key: Tensor, value: Tensor, scale: float, window, softcap, sinks) -> Tensor:
@@ -147,7 +145,7 @@ def _attend_prompt(query: Tensor, key: Tensor, value: Tensor, scale: float, wind
         if window is not None:
             visible &= rows - slots < window
         bias = torch.zeros((), dtype=query.dtype, device=query.device).where(visible, -math.inf)
-        bias = bias.repeat(heads // kv_heads, 1).expand(len(query) * kv_heads, -1, -1)
+        bias = bias.repeat(heads // kv_heads, 1)[None, None]
         chunk = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
         out.append(attend(*chunk, bias, scale, softcap, sinks))
     return torch.cat(out, 2)
@@ -180,10 +178,10 @@ def forward(
             query, key, value, tree.lengths, tree.depths, tree.words(), scale, sliding_window, softcap, s_aux
         )
     else:
-        first, bias = tree.span(sliding_window, query.shape[1] // key.shape[1], key.shape[1], query.dtype)
+        first, bias = tree.span(sliding_window, query.shape[1] // key.shape[1], query.dtype)
         if first:
             key, value = key[:, :, first:], value[:, :, first:]
-        out = attend(query, key, value, bias, scale, softcap, s_aux)
+        out = (attend_guarded if tree.guarded else attend)(query, key, value, bias, scale, softcap, s_aux)
     return out.transpose(1, 2), None
 
 

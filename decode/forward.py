@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 
 import torch
@@ -53,6 +54,16 @@ class Forward:
         start, end = cache.open(m, n - m)
         visibility = Visibility(cache.lengths, depths, ancestors, start, end)
         positions = cache.lengths[:, None] + depths[:, n - m :]
+        logits, features = self._run(cache, tokens, positions, visibility, keep)
+        if logits.device.type == "cpu" and math.isnan(float(logits.sum())):
+            # An invisible slot may hold NaN, and SDPA multiplies it with 0; the kernels for a GPU never read it.
+            visibility.guarded = True
+            logits, features = self._run(cache, tokens, positions, visibility, keep)
+        return logits, features
+
+    def _run(
+        self, cache: TreeCache, tokens: Tensor, positions: Tensor, visibility: Visibility, keep: int | Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         arguments = {self.cache_name: cache, "use_cache": True, "logits_to_keep": keep, "tree": visibility}
         with tree_attention(self.model):
             if self.capture is None:

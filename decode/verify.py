@@ -197,8 +197,8 @@ def typical(
     log_p_x = log_p[batch, parents, tokens]  # [B, n]
     agrees = tree.valid & (tree.tokens == tokens) & (log_p_x.exp() > bar.gather(1, parents))
     on_path = tree.ancestors & (tree.depths > 0)[:, None]
-    # -inf * 0 is nan, so the likelihood of a path is summed over tokens that can occur at all
-    likelihood = (on_path * log_p_x.clamp(min=-1e4)[:, None]).sum(-1)
+    # Clamped, for -inf * 0 is nan. A few float32 numbers add up exactly in float64, so equal paths stay equal.
+    likelihood = (on_path * log_p_x.clamp(min=-1e4).double()[:, None]).sum(-1)
     path, count, end = _deepest(tree, agrees, likelihood)
     weights = torch.softmax(logits[batch[:, 0], end].double(), -1)
     return Verdict(path, count, _draw(weights, noise, positions + count))

@@ -56,6 +56,18 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole: under a temporary name, then renamed."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written ({error.strerror}); choose a folder you can write to") from error
+
+
 def describe_target(target: Target) -> dict[str, Any]:
     """What a head must find again in the target it is loaded for."""
     config = target.config
@@ -71,7 +83,9 @@ def describe_target(target: Target) -> dict[str, Any]:
     }
 
 
-def save_head(folder: Path, head: Head, family: str, target: Target, recipe: Any = None, dtype: torch.dtype | None = None) -> None:
+def save_head(
+    folder: Path, head: Head, family: str, target: Target, recipe: Any = None, dtype: torch.dtype | None = None
+) -> None:
     """Write the head's folder. `dtype` converts floating tensors; `recipe` is saved resolved when given."""
     write_folder(folder, lambda staging: fill_head(staging, head, family, target, recipe, dtype))
 
@@ -103,9 +117,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise UserError(f"{folder / 'config.json'}: is not readable JSON ({error})") from error
     if not isinstance(config, dict) or not {"format", "family", "head", "layers", "target"} <= config.keys():
-        raise UserError(f"{folder / 'config.json'}: is no config of this project; import other layouts with `headtrain import`")
+        raise UserError(
+            f"{folder / 'config.json'}: is no config of this project; import other layouts with `headtrain import`"
+        )
     if config["format"] != FORMAT:
-        raise UserError(f"{folder / 'config.json'}: format {config['format']} is unknown here (expected {FORMAT}); update headtrain")
+        raise UserError(
+            f"{folder / 'config.json'}: format {config['format']} is unknown here (expected {FORMAT}); update headtrain"
+        )
     return config
 
 
@@ -132,7 +150,9 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(path, "pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: is not a complete safetensors file ({error}); copy or train the head again") from error
+        raise UserError(
+            f"{path}: is not a complete safetensors file ({error}); copy or train the head again"
+        ) from error
 
 
 def load_tensors(module: torch.nn.Module, path: Path) -> None:
@@ -140,7 +160,9 @@ def load_tensors(module: torch.nn.Module, path: Path) -> None:
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: is not a complete safetensors file ({error}); copy or train the head again") from error
+        raise UserError(
+            f"{path}: is not a complete safetensors file ({error}); copy or train the head again"
+        ) from error
     expected = module.state_dict()
     problems = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
     problems += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys())]
@@ -155,7 +177,13 @@ def load_tensors(module: torch.nn.Module, path: Path) -> None:
 
 
 def save_checkpoint(
-    folder: Path, head: Head, family: str, target: Target, recipe: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    folder: Path,
+    head: Head,
+    family: str,
+    target: Target,
+    recipe: Any,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
 ) -> None:
     """A head in float32 with `optimizer.safetensors` and `state.json` (step and what else the trainer must know)."""
 

@@ -1,27 +1,212 @@
-"""Where a micro-batch's hidden states come from: the target itself, or shards on disk."""
+"""Where a micro-batch's hidden states come from: the target itself, or shards on disk.
 
-from collections.abc import Sequence
+A cache folder holds `manifest.json` and shards `shard-00000.safetensors`, ... Each shard covers consecutive rows of
+the data set, laid end to end: features [N, F] and hidden [N, H]. The manifest says what the states were made from, and
+a reader refuses a cache that was made from anything else.
+"""
 
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
+from decode.errors import UserError
+from headtrain.checkpoint import write_text
 from headtrain.data import Dataset, collate
 from headtrain.heads.base import Batch
 from headtrain.target import Target
+
+SHARD_TOKENS = 1 << 16
+MANIFEST = "manifest.json"
+
+
+class Features(Protocol):
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """The micro-batch of these rows of the data set."""
+        ...
 
 
 class OnlineFeatures:
     """Runs the frozen target on each micro-batch."""
 
-    def __init__(self, dataset: Dataset, target: Target, layers: Sequence[int], pad_id: int = 0):
-        self.dataset, self.target, self.layers, self.pad_id = dataset, target, tuple(layers), pad_id
+    def __init__(self, dataset: Dataset, target: Target, layers: Sequence[int]):
+        self.dataset, self.target, self.layers = dataset, target, tuple(layers)
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        columns = collate(self.dataset, rows, self.pad_id)
+        columns = collate(self.dataset, rows, pad_id=0)
         input_ids = columns["input_ids"].to(self.target.device)
         features, hidden = self.target.features(input_ids, self.layers)
         return Batch(input_ids, columns["loss_mask"].to(self.target.device), features, hidden)
 
 
-def trained_tokens(dataset: Dataset, rows: Sequence[int]) -> torch.Tensor:
-    """loss_mask [B, T] of a micro-batch, without its hidden states."""
-    return collate(dataset, rows, 0)["loss_mask"]
+class CachedFeatures:
+    """Reads the shards of a cache folder. Raises UserError for a stale, foreign or damaged cache."""
+
+    def __init__(self, dataset: Dataset, target: Target, layers: Sequence[int], folder: Path):
+        self.dataset, self.device = dataset, target.device
+        manifest = describe(dataset, target, layers)
+        require_manifest(folder, manifest)
+        spans = shard_spans(dataset)
+        self.shards = [_open_shard(folder / _shard_name(i), dataset, span) for i, span in enumerate(spans)]
+        self.shard_of = np.repeat(np.arange(len(spans)), [end - start for start, end in spans])
+        self.first = np.array([dataset.offsets[start] for start, _ in spans])
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        columns = collate(self.dataset, rows, pad_id=0)
+        length = columns["input_ids"].shape[1]
+        states = [self._row(row) for row in rows]
+        features, hidden = (
+            torch.stack([torch.nn.functional.pad(x, (0, 0, 0, length - len(x))) for x in parts])
+            for parts in zip(*states, strict=True)
+        )
+        batch = Batch(columns["input_ids"], columns["loss_mask"], features, hidden)
+        return batch.to(self.device)
+
+    def _row(self, row: int) -> tuple[Tensor, Tensor]:
+        shard = self.shard_of[row]
+        start, end = self.dataset.offsets[row : row + 2] - self.first[shard]
+        return tuple(self.shards[shard].get_slice(name)[start:end] for name in ("features", "hidden"))  # type: ignore
+
+
+def open_features(dataset: Dataset, target: Target, layers: Sequence[int], cache: str | None) -> Features:
+    """The source of hidden states that a recipe asks for: `data.cache`, or the target itself."""
+    if cache is None:
+        return OnlineFeatures(dataset, target, layers)
+    return CachedFeatures(dataset, target, layers, Path(cache))
+
+
+def write_cache(
+    dataset: Dataset, target: Target, layers: Sequence[int], folder: Path, batch_tokens: int
+) -> Iterator[int]:
+    """Fill a cache folder, shard by shard; yields the tokens done after each. Complete shards of an earlier run stay."""
+    manifest = describe(dataset, target, layers)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / MANIFEST).exists():
+            require_manifest(folder, manifest)
+        else:
+            write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+        online = OnlineFeatures(dataset, target, layers)
+        for index, span in enumerate(shard_spans(dataset)):
+            path = folder / _shard_name(index)
+            if not _is_complete(path, dataset, span):
+                _write_shard(path, online, span, batch_tokens)
+            yield int(dataset.offsets[span[1]])
+    except OSError as error:
+        raise UserError(f"{folder}: the cache is incomplete ({error.strerror}); free space and run it again") from error
+
+
+def bytes_per_token(target: Target, layers: Sequence[int]) -> int:
+    """What a cache stores for one token."""
+    return (len(layers) + 1) * target.hidden_size * target.dtype.itemsize
+
+
+def describe(dataset: Dataset, target: Target, layers: Sequence[int]) -> dict[str, Any]:
+    """The manifest: everything the stored states depend on."""
+    return {
+        "format": 1,
+        "target": fingerprint(target),
+        "data": dataset.fingerprint,  # covers tokenizer, template, settings and content
+        "layers": list(layers),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "rows": len(dataset),
+        "tokens": len(dataset.ids),
+        "hidden_size": target.hidden_size,
+    }
+
+
+def fingerprint(target: Target) -> str:
+    """Hash of the target's config and of a sample of its weights."""
+    config = {
+        key: value
+        for key, value in target.config.to_dict().items()
+        if key not in ("_name_or_path", "dtype", "transformers_version")
+    }
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for parameter in (target.lm_head_weight[:64], *target.norm.parameters()):
+        digest.update(parameter.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def require_manifest(folder: Path, expected: dict[str, Any]) -> None:
+    try:
+        found = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"data.cache: {folder} holds no readable {MANIFEST}; write it with `headtrain cache`"
+        ) from error
+    for key, value in expected.items():
+        if found.get(key) != value:
+            raise UserError(
+                f"data.cache: {folder} was made for {key} {found.get(key)}, this recipe needs {value};"
+                " write another with `headtrain cache`, or delete it"
+            )
+
+
+def shard_spans(dataset: Dataset) -> list[tuple[int, int]]:
+    """Row ranges [start, end) of the shards, about SHARD_TOKENS tokens each."""
+    spans, start = [], 0
+    while start < len(dataset):
+        end = int(np.searchsorted(dataset.offsets, dataset.offsets[start] + SHARD_TOKENS))
+        end = min(max(end, start + 1), len(dataset))
+        spans.append((start, end))
+        start = end
+    return spans
+
+
+def _shard_name(index: int) -> str:
+    return f"shard-{index:05d}.safetensors"
+
+
+def _write_shard(path: Path, online: OnlineFeatures, span: tuple[int, int], batch_tokens: int) -> None:
+    dataset = online.dataset
+    first = dataset.offsets[span[0]]
+    total = int(dataset.offsets[span[1]] - first)
+    states: dict[str, Tensor] = {}
+    rows = sorted(range(*span), key=lambda row: dataset.lengths[row])
+    while rows:
+        group = [rows.pop(0)]
+        while rows and (len(group) + 1) * dataset.lengths[rows[0]] <= batch_tokens:
+            group.append(rows.pop(0))
+        batch = online.batch(group)
+        for name in ("features", "hidden"):
+            value = getattr(batch, name).cpu()
+            stored = states.setdefault(name, value.new_empty(total, value.shape[-1]))
+            for index, row in enumerate(group):
+                start, end = dataset.offsets[row : row + 2] - first
+                stored[start:end] = value[index, : end - start]
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file(states, partial)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except SafetensorError as error:
+        raise OSError(0, str(error)) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _open_shard(path: Path, dataset: Dataset, span: tuple[int, int]):
+    if not _is_complete(path, dataset, span):
+        raise UserError(
+            f"data.cache: {path} is missing or cut short; run `headtrain cache` again, it keeps what is whole"
+        )
+    return safe_open(path, "pt")
+
+
+def _is_complete(path: Path, dataset: Dataset, span: tuple[int, int]) -> bool:
+    tokens = int(dataset.offsets[span[1]] - dataset.offsets[span[0]])
+    try:
+        with safe_open(path, "pt") as file:
+            return all(file.get_slice(name).get_shape()[0] == tokens for name in ("features", "hidden"))
+    except (OSError, SafetensorError):
+        return False

@@ -95,7 +95,9 @@ def distill(
         sum of weights * loss in nats (differentiable in `student` and `weight`), and [K] sums of sum_v min(p, q) over
         the tokens of weight > 0.
     """
-    assert student.shape[:2] == weights.shape, f"weights: expected {tuple(student.shape[:2])}, got {tuple(weights.shape)}"
+    assert student.shape[:2] == weights.shape, (
+        f"weights: expected {tuple(student.shape[:2])}, got {tuple(weights.shape)}"
+    )
     return _Distill.apply(student, weight, teacher, weights, LOSSES[loss])
 
 

@@ -80,8 +80,8 @@ class DataConfig(Section):
     """Most conversations used, drawn with `seed`; null uses all."""
     seed: int = 0
     """Seed of the draw of `limit` conversations."""
-    num_workers: Annotated[int, Field(ge=0)] = 0
-    """Background processes that prepare micro-batches; 0 prepares them in the training process."""
+    cache: str | None = None
+    """Folder of hidden states that `headtrain cache` wrote; null asks the target during training."""
 
 
 class TrainConfig(Section):

@@ -221,7 +221,6 @@ class Eagle3(Head):
             states.append(u)
         return states
 
-
     @torch.no_grad()
     def begin(self, features: Tensor, tokens: Tensor, lengths: Tensor, capacity: int) -> tuple["State", Tensor]:
         cache = TreeCache(1, len(tokens), capacity, tokens.device)

@@ -25,7 +25,9 @@ def check_dtype(name: str, tensor: Tensor, *allowed: torch.dtype) -> None:
 def check_rows(name: str, tensor: Tensor) -> None:
     """The last dimension must be dense: the kernels read it with one wide load."""
     dense = tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
-    assert dense, f"{name}: strides {tensor.stride()} received, a last stride of 1 expected (shape {tuple(tensor.shape)})"
+    assert dense, (
+        f"{name}: strides {tensor.stride()} received, a last stride of 1 expected (shape {tuple(tensor.shape)})"
+    )
 
 
 def check_contiguous(name: str, tensor: Tensor) -> None:

@@ -181,7 +181,9 @@ class _Distill(torch.autograd.Function):
                 states = teacher[part].to(compute)
                 full = None if full_weight is None else states @ full_weight.to(compute).T  # [C, V]
                 scale = relative[:, part].contiguous()
-                losses[:, part], accept[:, part] = rows(logits, states @ target_rows.T, full, scale, softcap, needs_grad)
+                losses[:, part], accept[:, part] = rows(
+                    logits, states @ target_rows.T, full, scale, softcap, needs_grad
+                )
                 grads = logits.view(-1, weight.shape[0])  # [K * C, Vd]
                 if grad_student is not None:
                     grad_student[:, part] = (grads @ draft_rows).view(steps, -1, dim)

@@ -89,13 +89,20 @@ def load_seed(seed, IS_POINTER: tl.constexpr):
     """A graph that is replayed with another seed needs the seed on the device."""
     if IS_POINTER:
         return tl.load(seed).to(tl.int64)
-    else:
-        return tl.full((), seed, tl.int64)
+    return tl.full((), seed, tl.int64)
 
 
 @triton.jit(do_not_specialize=["seed", "stream"])
 def _noise_kernel(
-    out_ptr, sequence_ptr, position_ptr, seed, stream, N, SEED_PTR: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr
+    out_ptr,
+    sequence_ptr,
+    position_ptr,
+    seed,
+    stream,
+    N,
+    SEED_PTR: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

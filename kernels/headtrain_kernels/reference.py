@@ -5,6 +5,7 @@ TOLERANCES are for comparisons with them: (rtol, atol) per dtype of the inputs. 
 """
 
 import math
+import struct
 
 import torch
 from torch import Tensor
@@ -82,8 +83,14 @@ def noise_bits(seed: int, sequence: int, position: int, token: int, stream: int 
     return y - (1 << 64) if y >> 63 else y
 
 
+def _float32(x: float) -> float:
+    return struct.unpack("f", struct.pack("f", x))[0]
+
+
 def exponential(seed: int, sequence: int, position: int, token: int, stream: int = 0) -> float:
-    v = (((noise_bits(seed, sequence, position, token, stream) & _MASK) >> 11) + 0.5) * 2.0**-53
+    """v is a float32 by definition; the logarithms are exact to float64."""
+    high = (noise_bits(seed, sequence, position, token, stream) & _MASK) >> 11
+    v = _float32(_float32(high) + 0.5) * 2.0**-53
     return -math.log1p(-min(v, 1 - 2.0**-24))
 
 
@@ -115,7 +122,12 @@ def tree_verify(
 
 
 def topk_logprob(
-    hidden: Tensor, weight: Tensor, k: int, bias: Tensor | None = None, temperature: float = 1.0, noise: Tensor | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    noise: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """log q of the k largest log q + noise [M, k], their columns [M, k], log-sum-exp of the logits [M]; float64."""
     logits = hidden.double() @ weight.double().T
@@ -148,4 +160,6 @@ def distill(
 def grouped_residual(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x [K, N, H] or [N, H], weight [K, H, H], bias [K, H] -> x + SiLU(x weight^T + bias), [K, N, H]. Differentiable."""
     inputs = x if x.ndim == 3 else x.expand(weight.shape[0], *x.shape)
-    return torch.stack([v + torch.nn.functional.silu(v @ w.T + b) for v, w, b in zip(inputs, weight, bias, strict=True)])
+    return torch.stack(
+        [v + torch.nn.functional.silu(v @ w.T + b) for v, w, b in zip(inputs, weight, bias, strict=True)]
+    )

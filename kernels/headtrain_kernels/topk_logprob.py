@@ -15,7 +15,13 @@ from torch import Tensor
 
 from headtrain_kernels._triton import next_power_of_2, tl, triton
 from headtrain_kernels.checks import (
-    FLOATS, INTEGERS, check_contiguous, check_device, check_dtype, check_rows, check_shape,
+    FLOATS,
+    INTEGERS,
+    check_contiguous,
+    check_device,
+    check_dtype,
+    check_rows,
+    check_shape,
 )  # fmt: skip
 from headtrain_kernels.noise import counter_noise, gumbel_of, load_seed, noise_bits, noise_key, seed_argument
 

@@ -20,13 +20,19 @@ A non-finite K or V in a slot reaches the nodes that see it and no other. Not su
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headtrain_kernels._triton import next_power_of_2, tl, triton
 from headtrain_kernels.ancestors import MAX_NODES, tree_mask
 from headtrain_kernels.checks import (
-    FLOATS, INTEGERS, check_contiguous, check_device, check_dtype, check_rows, check_shape, num_processors,
+    FLOATS,
+    INTEGERS,
+    check_contiguous,
+    check_device,
+    check_dtype,
+    check_rows,
+    check_shape,
+    num_processors,
 )  # fmt: skip
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -149,8 +155,10 @@ def _tree_attention_kernel(
         # [rest, stop) the odd end of the prefix and, in the last split, the tree behind it
         start = 0
         if HAS_WINDOW:
-            beyond = length + tl.max(depth, 0) - window + 1 - begin  # keys out of reach for the deepest node of the tile
-            start = tl.cdiv(tl.maximum(tl.minimum(beyond, end - begin), 0), BLOCK_T) * BLOCK_T
+            beyond = (
+                length + tl.max(depth, 0) - window + 1 - begin
+            )  # keys out of reach for the deepest node of the tile
+            start = tl.minimum(tl.cdiv(tl.maximum(beyond, 0), BLOCK_T) * BLOCK_T, end - begin)
             for at in range(0, start, BLOCK_T):
                 slot = begin + at + few
                 inside = (slot < end)[:, None] & in_head[None, :]

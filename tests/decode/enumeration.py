@@ -17,12 +17,10 @@ from decode.noise import ACCEPT, DRAFT, RESIDUAL, Noise
 from decode.tree import Tree
 from decode.verify import RANK_STRIDE, Verdict
 
-# ---------------------------------------------------------------------------------------------- rules, one at a time
-
 
 @dataclass
-class Sequence:
-    """Row b of a batch in plain lists: laws p[v][x], q[v][x] over target ids, uniforms and the final uniforms by depth."""
+class Row:
+    """A row of a batch in plain lists: laws p[v][x] and q[v][x] over target ids, and its uniforms."""
 
     tokens: list[int]
     parents: list[int]
@@ -37,7 +35,7 @@ class Sequence:
         return [c for c in range(len(self.tokens)) if self.parents[c] == v and self.valid[c]]
 
 
-def sequence(tree: Tree, logits: Tensor, noise: Noise, positions: Tensor, vocabulary: Tensor | None, b: int) -> Sequence:
+def plain_row(tree: Tree, logits: Tensor, noise: Noise, positions: Tensor, vocabulary: Tensor | None, b: int) -> Row:
     n, size = tree.num_nodes, logits.shape[-1]
     p = [_softmax(row) for row in logits[b].double().tolist()]
     q = [[0.0] * max(size, tree.q.shape[-1]) for _ in range(n)] if tree.q is not None else []
@@ -50,10 +48,10 @@ def sequence(tree: Tree, logits: Tensor, noise: Noise, positions: Tensor, vocabu
     chain = alone.uniform(at, torch.arange(n), ACCEPT)[0].tolist()
     finals = [alone.uniform(at + d, torch.tensor([0]), RESIDUAL)[0, 0].item() for d in range(n)]
     lists = (tree.tokens[b].tolist(), tree.parents[b].tolist(), tree.valid[b].tolist())
-    return Sequence(*lists, p, q, lambda d, r: table[d][r], lambda i: chain[i], lambda d: finals[d])
+    return Row(*lists, p, q, lambda d, r: table[d][r], lambda i: chain[i], lambda d: finals[d])
 
 
-def choose_reference(s: Sequence, choices: list[int]) -> tuple[list[int], int]:
+def choose_reference(s: Row, choices: list[int]) -> tuple[list[int], int]:
     """The walk of greedy and gumbel: choices[v] is the target's token after node v."""
     path = [0]
     while True:
@@ -64,7 +62,7 @@ def choose_reference(s: Sequence, choices: list[int]) -> tuple[list[int], int]:
         path.append(fitting[0])
 
 
-def sampled_reference(s: Sequence, rule: str) -> tuple[list[int], int]:
+def sampled_reference(s: Row, rule: str) -> tuple[list[int], int]:
     """rejection, specinfer and deterministic."""
     path = [0]
     while True:
@@ -92,7 +90,7 @@ def sampled_reference(s: Sequence, rule: str) -> tuple[list[int], int]:
         path.append(accepted)
 
 
-def block_reference(s: Sequence) -> tuple[list[int], int]:
+def block_reference(s: Row) -> tuple[list[int], int]:
     """The definition: every P, S and h first, then the largest accepted i."""
     m = 0
     while m + 1 < len(s.tokens) and s.valid[m + 1] and s.q[m][s.tokens[m + 1]] > 0:
@@ -113,7 +111,7 @@ def block_reference(s: Sequence) -> tuple[list[int], int]:
     return list(range(tau + 1)), _invert(law, s.final(tau))
 
 
-def typical_reference(s: Sequence, threshold: float, alpha: float) -> tuple[list[int], int]:
+def typical_reference(s: Row, threshold: float, alpha: float) -> tuple[list[int], int]:
     """The longest accepted path of all, the likelier among equals."""
     best: tuple[int, float] = (-1, 0.0)
     longest: list[int] = []
@@ -157,12 +155,9 @@ def _invert(weights: list[float], u: float) -> int:
     raise AssertionError("u is at least 1")
 
 
-# ------------------------------------------------------------------------------------------------ laws on toy models
-
-
 @dataclass
 class Toy:
-    """p [C, V] and q [C, Vd] logits by context; `vocabulary` [Vd] as in verify. `told` [C, Vd]: what the draft says q is."""
+    """p [C, V] and q [C, Vd] logits by context; `vocabulary` [Vd] as in verify; `told` [C, Vd]: the q reported."""
 
     p: Tensor
     q: Tensor
@@ -227,7 +222,9 @@ def shape_of(parents: list[int], batch: int) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def propose(toy: Toy, parents: list[int], mode: str, context: Tensor, noise: Noise, positions: Tensor) -> tuple[Tree, Tensor]:
+def propose(
+    toy: Toy, parents: list[int], mode: str, context: Tensor, noise: Noise, positions: Tensor
+) -> tuple[Tree, Tensor]:
     """Draw a tree of this shape behind contexts [B]; also the target's logits [B, n, V] at its nodes."""
     batch, n = len(context), len(parents)
     expanded = shape_of(parents, batch)
@@ -289,9 +286,10 @@ def sample(
             tree, logits = propose(toy, shape, mode, context[rows], noise, positions)
             tree = alter(tree) if alter else tree
             verdict = verify(tree, logits, noise, positions, toy.vocabulary)
+            nodes = torch.nn.functional.pad(verdict.path[:, 1:].clamp(min=0), (0, 1))
+            drafted = tree.tokens.gather(1, nodes)
             for i in range(int(verdict.count.max()) + 1):
-                drafted = tree.tokens.gather(1, verdict.path[:, min(i + 1, verdict.path.shape[1] - 1)].clamp(min=0)[:, None])[:, 0]
-                token = torch.where(verdict.count > i, drafted, verdict.token)
+                token = torch.where(verdict.count > i, drafted[:, i], verdict.token)
                 active = rows[verdict.count >= i]
                 token = token[verdict.count >= i]
                 out[active, count[active]] = token
@@ -343,14 +341,11 @@ def joint_p_values(toy: Toy, tokens: Tensor, lengths: tuple[int, ...] = (2, 3)) 
     return values
 
 
-# ----------------------------------------------------------------------------------------- rules that must be caught
-
-
 def block_vectorised(scaled: bool, fresh: bool = True) -> Step:
     """Block verification from its definition on batches without padding.
 
-    Wrong if not `scaled` (the residual forgets P) or not `fresh` (uniforms hang on the drafted position, so a step meets
-    those that the last one has looked at).
+    Wrong if not `scaled` (the residual forgets P) or not `fresh` (uniforms hang on the drafted position, so a step
+    meets those that the last one has looked at).
     """
 
     def verify(tree: Tree, logits: Tensor, noise: Noise, positions: Tensor, vocabulary: Tensor | None) -> Verdict:
@@ -388,7 +383,7 @@ def per_path_draws(tree: Tree, logits: Tensor, noise: Noise, positions: Tensor, 
     """Wrong: every leaf draws the target's tokens along its own path, and the longest agreement wins."""
     batch, n = tree.tokens.shape
     parents, depths = tree.parents[0].tolist(), tree.depths[0].tolist()
-    best = torch.full((batch,), -1)
+    best, ids = torch.full((batch,), -1), torch.full((1, 1), 10_000)
     path, token = torch.full((batch, n), -1), torch.zeros(batch, dtype=torch.int64)
     for leaf in set(range(n)) - set(parents):
         nodes = [leaf]
@@ -397,7 +392,7 @@ def per_path_draws(tree: Tree, logits: Tensor, noise: Noise, positions: Tensor, 
         alive = torch.ones(batch, dtype=torch.bool)
         length, last = torch.zeros(batch, dtype=torch.int64), torch.zeros(batch, dtype=torch.int64)
         for d, v in enumerate(nodes):
-            drawn = noise.gumbel(positions[:, None] + d, logits.shape[-1], DRAFT, torch.full((1, 1), 10_000 + leaf))[:, 0]
+            drawn = noise.gumbel(positions[:, None] + d, logits.shape[-1], DRAFT, ids + leaf)[:, 0]
             choice = (logits[:, v] + drawn).argmax(-1)
             last = torch.where(alive, choice, last)
             if d + 1 < len(nodes):

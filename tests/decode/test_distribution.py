@@ -1,7 +1,7 @@
 """The joint law of the next two and three tokens equals the target's, for every lossless rule, on random trees.
 
-Each comparison is a chi-square test against exact enumeration with a false-alarm rate of 1e-6; seeds are fixed. Each way
-to be wrong must be rejected by the same test, at 1e-9.
+Each comparison is a chi-square test against exact enumeration with a false-alarm rate of 1e-6; seeds are fixed. Each
+way to be wrong must be rejected by the same test, at 1e-9.
 """
 
 from __future__ import annotations
@@ -226,7 +226,8 @@ def test_control_children_dropped_by_score(rule: str) -> None:
 
 def test_control_twins_merged_under_specinfer() -> None:
     toy, _ = make(26, 4)
-    assert_caught(toy, sample(toy, [-1, 0, 0, 0, 0], "iid", RULES["specinfer"].verify, FEWER, seed=1, alter=merge_twins))
+    rule = RULES["specinfer"]
+    assert_caught(toy, sample(toy, [-1, 0, 0, 0, 0], "iid", rule.verify, FEWER, seed=1, alter=merge_twins))
 
 
 def test_control_deterministic_rule_on_drawn_children() -> None:
@@ -237,9 +238,9 @@ def test_control_deterministic_rule_on_drawn_children() -> None:
 
 def test_propose_keeps_the_tree_in_step_with_the_tables() -> None:
     toy, _ = make(29, 5)
-    noise = Noise(0, torch.arange(4))
-    tree, logits = propose(toy, BUSHY, "independent", torch.zeros(4, dtype=torch.int64), noise, torch.full((4,), 5))
-    context = toy.next_context(toy.next_context(torch.zeros(4, dtype=torch.int64), tree.tokens[:, 1]), tree.tokens[:, 4])
+    noise, start = Noise(0, torch.arange(4)), torch.zeros(4, dtype=torch.int64)
+    tree, logits = propose(toy, BUSHY, "independent", start, noise, torch.full((4,), 5))
+    context = toy.next_context(toy.next_context(start, tree.tokens[:, 1]), tree.tokens[:, 4])
     assert torch.equal(logits[:, 4], toy.p[context])
 
 

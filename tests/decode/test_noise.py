@@ -16,7 +16,7 @@ from tests.decode.enumeration import chi_square
 
 WORD = 2**64
 FALSE_ALARM = 1e-6
-PINNED = [0xe08b3d245e63aeb2, 0xa4262eb0274d0478]  # bits of seed 1234, sequence 5, position 0, lanes 0 and 49151
+PINNED = [0xE08B3D245E63AEB2, 0xA4262EB0274D0478]  # bits of seed 1234, sequence 5, position 0, lanes 0 and 49151
 
 
 def mix_reference(x: int) -> int:

@@ -481,8 +481,7 @@ def test_counts_add_up(tmp_path):
     assert counts.read + counts.split == counts.kept + counts.dropped.total()
     assert counts.tokens == len(dataset.ids) == len(dataset.masks) == dataset.offsets[-1]
     assert counts.trained == dataset.masks.sum()
-    ids, mask = dataset[1]
-    (whole,) = encode(tokenizer, rows[1]["messages"])
+    (ids, mask), (whole,) = dataset[1], encode(tokenizer, rows[1]["messages"])
     assert ids.tolist() == whole.ids[:120] and mask.tolist() == whole.mask[:120] and mask[-1] == 1
 
 

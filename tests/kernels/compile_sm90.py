@@ -112,7 +112,14 @@ def others(dtype: torch.dtype) -> None:
         launch_topk_logprob(hidden, weight, 10, weight[:, 0].contiguous(), 0.7, *keyed, vocabulary, 0)
     for full, softcap in ((None, None), (torch.zeros(6, 700, dtype=dtype), 30.0)):
         label(dtype, "full" if full is not None else "restricted")
-        launch_rows(torch.zeros(3, 6, 5000, dtype=dtype), torch.zeros(6, 5000, dtype=dtype), full, torch.ones(3, 6), softcap, True)
+        launch_rows(
+            torch.zeros(3, 6, 5000, dtype=dtype),
+            torch.zeros(6, 5000, dtype=dtype),
+            full,
+            torch.ones(3, 6),
+            softcap,
+            True,
+        )
     for rows in (1, 60, 1000):
         label(dtype, f"N={rows}")
         weight = torch.zeros(3, 512, 512, dtype=dtype)
@@ -144,6 +151,8 @@ if __name__ == "__main__":
         shared = kernel.metadata.shared
         bad = shared > SHARED_LIMIT
         failed |= bad
-        print(f"{kernel_name:24} {what:52} registers {registers:3} stack {stack:4} shared {shared:6}{' TOO MUCH' if bad else ''}")
+        print(
+            f"{kernel_name:24} {what:52} registers {registers:3} stack {stack:4} shared {shared:6}{' TOO MUCH' if bad else ''}"
+        )
     print(f"{len(compiled)} compiled for sm_90, triton {triton.__version__}")
     sys.exit(failed)

@@ -1,0 +1,62 @@
+"""Acceptance and parity, defined once.
+
+Acceptance length: tokens committed per target forward, step-weighted, bonus token included, the prompt's forward and
+the token it gives excluded. Conditional acceptance at depth d: the share of the steps that accepted depth d among those
+that accepted depth d - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from decode.engine import Output
+
+# Largest top-2 margin at which a forward of n rows may choose another token than one of a single row: two roundings of
+# a logit between 16 and 32.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.03125}
+
+
+def acceptance_length(outputs: Sequence[Output]) -> float:
+    """Over all steps of all replies; 0 where there was no step."""
+    steps = [count for output in outputs for count in output.accepted]
+    return 1 + sum(steps) / len(steps) if steps else 0.0
+
+
+def acceptance_by_depth(outputs: Sequence[Output]) -> list[float]:
+    """[D] conditional acceptance at depths 1, 2, ...; ends at the deepest depth that any step accepted."""
+    steps = [count for output in outputs for count in output.accepted]
+    reached = [sum(count >= depth for count in steps) for depth in range(max(steps, default=0) + 1)]
+    return [after / before for before, after in zip(reached, reached[1:], strict=False)]
+
+
+@dataclass
+class Parity:
+    """Replies compared with plain decoding: identical, parted at a near tie, or parted without one."""
+
+    compared: int = 0
+    identical: int = 0
+    near_ties: int = 0
+    mismatches: int = 0
+
+    def __add__(self, other: Parity) -> Parity:
+        return Parity(*(a + b for a, b in zip(asdict(self).values(), asdict(other).values(), strict=True)))
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def compare(
+    plain: Sequence[int], speculative: Sequence[int], margin: Callable[[int], float], dtype: torch.dtype
+) -> Parity:
+    """Compare two replies up to where they part. `margin(i)`: top-2 margin from which plain decoding chose token i."""
+    if list(plain) == list(speculative):
+        return Parity(compared=1, identical=1)
+    at = next(
+        (i for i, (a, b) in enumerate(zip(plain, speculative, strict=False)) if a != b),
+        min(len(plain), len(speculative)),
+    )
+    near = at < len(plain) and margin(at) <= TOLERANCE[dtype]
+    return Parity(compared=1, near_ties=int(near), mismatches=int(not near))

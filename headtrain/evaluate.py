@@ -1,0 +1,229 @@
+"""Acceptance, speed and parity of a head on prompt sets, by decoding for real.
+
+Each prompt is decoded three times in turn: with the head, plainly by the same engine, and by transformers' `generate`;
+same dtype, threads, prompts and lengths (the end token is masked, so all replies have the same length).
+"""
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decode.engine import Engine, Output
+from decode.errors import UserError
+from decode.metrics import Parity, acceptance_by_depth, acceptance_length, compare
+from decode.noise import Noise
+from decode.settings import Settings
+from decode.tree import Chain, Dynamic, Plan, from_dict
+from headtrain.checkpoint import load_head, read_config, write_text
+from headtrain.data import load_prompts, prompt_ids
+from headtrain.heads.base import Head
+from headtrain.recipe import EvalConfig
+from headtrain.target import Target
+
+PLAN = "tree.json"
+DEFINITIONS = {
+    "acceptance_length": "tokens committed per target forward, bonus token included, prompt forward excluded",
+    "acceptance_by_depth": "share of the steps that accepted depth d among those that accepted depth d - 1",
+    "tokens_per_second": "with the head, prompt forward excluded",
+    "baseline.engine": "tokens per second of this engine's plain decoding, prompt forward excluded",
+    "baseline.transformers": "tokens per second of transformers' generate, whole call",
+    "speedup.engine": "tokens_per_second / baseline.engine",
+    "speedup.transformers": "whole-call tokens per second with the head / baseline.transformers",
+    "parity": "replies against plain decoding; a mismatch counts as near tie where the plain run's top-2 margin is below"
+    " the tolerance of the dtype",
+}
+
+
+def default_plan(head: Head) -> Plan:
+    """The tree of a head that was never tuned."""
+    return Dynamic(depth=min(4, head.max_depth or 4), width=4, size=12)
+
+
+def load_plan(folder: Path, head: Head) -> Plan:
+    """The tree that `headtrain tune` saved with the head, or the default one."""
+    path = folder / PLAN
+    if not path.exists():
+        return default_plan(head)
+    try:
+        return from_dict(json.loads(path.read_text())["plan"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: is not a saved tree ({error}); write it again with `headtrain tune`") from error
+
+
+def fit_plan(plan: Plan, rule: str | None) -> Plan:
+    """Reranked trees serve rules that choose children by score; the others draw them, so they get a chain."""
+    if isinstance(plan, Dynamic) and rule not in (None, "greedy", "gumbel", "deterministic", "typical"):
+        return Chain(plan.depth)
+    return plan
+
+
+def open_head(folder: Path, model: str | None, dtype: str, device: str | None = None) -> tuple[Head, Target]:
+    """A saved head with its target: the folder or Hub name it was trained on, unless `model` names another place."""
+    name = model or read_config(folder)["target"]["name"]
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    target = Target.load(name, dtype, device=device)
+    return load_head(folder, target), target
+
+
+def quick_acceptance(head: Head, target: Target, config: EvalConfig) -> dict[str, Any]:
+    """Acceptance length on held-out prompts, while training."""
+    assert config.prompts is not None
+    engine = Engine(target.model, head, default_plan(head), target.tokenizer)
+    settings = Settings(max_new_tokens=config.max_new_tokens, temperature=config.temperature)
+    prompts = [prompt_ids(target.tokenizer, messages) for messages in load_prompts(config.prompts, config.limit)]
+    outputs = [engine.generate([ids], settings)[0] for ids in prompts]
+    return {
+        "acceptance_length": acceptance_length(outputs),
+        "acceptance_by_depth": acceptance_by_depth(outputs),
+    }
+
+
+def evaluate(
+    folder: Path,
+    head: Head,
+    target: Target,
+    sets: Sequence[str],
+    limit: int | None,
+    settings: Settings,
+    plan: Plan,
+    note: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """The report (see README) of a head over prompt sets: names of files or data sets with prompts."""
+    plan = fit_plan(plan, settings.rule)
+    settings = replace(settings, ignore_eos=True)
+    prompts = {name: [prompt_ids(target.tokenizer, m) for m in load_prompts(name, limit)] for name in sets}
+    for name, rows in prompts.items():
+        if not rows:
+            raise UserError(f"--prompts: {name} has no prompts")
+    engines = Engine(target.model, head, plan, target.tokenizer), Engine(target.model, tokenizer=target.tokenizer)
+    warm = next(iter(prompts.values()))[0]
+    run_three(engines, target, warm, replace(settings, max_new_tokens=min(16, settings.max_new_tokens)))
+    results = []
+    for name, rows in prompts.items():
+        results.append(evaluate_set(Path(name).stem, rows, engines, target, settings))
+        note(f"{results[-1]['name']}: acceptance length {results[-1]['acceptance_length']:.2f}")
+    keys = ("acceptance_length", "tokens_per_second")
+    mean: dict[str, Any] = {key: sum(r[key] for r in results) / len(results) for key in keys}
+    mean["speedup"] = {k: sum(r["speedup"][k] for r in results) / len(results) for k in ("engine", "transformers")}
+    return {
+        "head": str(folder),
+        "target": target.name,
+        "device": device_name(target.device),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "versions": {name: version(name) for name in ("headtrain", "torch", "transformers")},
+        "date": time.strftime("%Y-%m-%d"),
+        "settings": {
+            "rule": settings.rule or ("greedy" if settings.temperature == 0 else "gumbel"),
+            "temperature": settings.temperature,
+            "max_new_tokens": settings.max_new_tokens,
+            "limit": limit,
+            "seed": settings.seed,
+            "threads": torch.get_num_threads(),
+            "batch_size": 1,
+            "plan": plan.to_dict(),
+        },
+        "definitions": DEFINITIONS,
+        "sets": results,
+        "mean": mean,
+    }
+
+
+def run_three(
+    engines: tuple[Engine, Engine], target: Target, ids: list[int], settings: Settings
+) -> tuple[Output, Output, float]:
+    """One prompt with the head, plainly, and with `generate`; the last as seconds."""
+    fast = engines[0].generate([ids], settings)[0]
+    plain = engines[1].generate([ids], settings)[0]
+    return fast, plain, generate_seconds(target, ids, settings)
+
+
+def generate_seconds(target: Target, ids: list[int], settings: Settings) -> float:
+    """Seconds of transformers' `generate` for the same number of tokens."""
+    sampling = {"do_sample": True, "temperature": settings.temperature, "top_k": 0, "top_p": 1.0}
+    stops = target.model.generation_config.eos_token_id
+    tokens = torch.tensor([ids], device=target.device)
+    start = time.perf_counter()
+    with torch.inference_mode():
+        target.model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=settings.max_new_tokens,
+            suppress_tokens=[stops] if isinstance(stops, int) else list(stops or []),
+            **(sampling if settings.temperature > 0 else {"do_sample": False}),
+        )
+    return time.perf_counter() - start
+
+
+def evaluate_set(
+    name: str, prompts: list[list[int]], engines: tuple[Engine, Engine], target: Target, settings: Settings
+) -> dict[str, Any]:
+    fast, plain, seconds, parity = [], [], 0.0, Parity()
+    for ids in prompts:
+        a, b, generated = run_three(engines, target, ids, settings)
+        fast.append(a)
+        plain.append(b)
+        seconds += generated
+        parity += compare(
+            b.tokens, a.tokens, lambda at, ids=ids, b=b: margin(target, ids, b.tokens, at, settings), target.dtype
+        )
+    tokens = sum(len(output.tokens) for output in fast)
+
+    def rate(outputs: list[Output], whole: bool) -> float:
+        decoding = sum(o.timing.draft + o.timing.verify + o.timing.other + whole * o.timing.prefill for o in outputs)
+        # The prompt's forward gives each reply's first token.
+        return (tokens - (0 if whole else len(outputs))) / decoding
+
+    steps = sum(output.timing.steps for output in fast)
+    transformers = tokens / seconds
+    return {
+        "name": name,
+        "prompts": len(prompts),
+        "new_tokens": tokens,
+        "acceptance_length": acceptance_length(fast),
+        "acceptance_by_depth": acceptance_by_depth(fast),
+        "tokens_per_second": rate(fast, whole=False),
+        "baseline": {"engine": rate(plain, whole=False), "transformers": transformers},
+        "speedup": {
+            "engine": rate(fast, whole=False) / rate(plain, whole=False),
+            "transformers": rate(fast, whole=True) / transformers,
+        },
+        "step_ms": {
+            part: 1e3 * sum(getattr(o.timing, part) for o in fast) / steps for part in ("draft", "verify", "other")
+        },
+        "parity": parity.to_dict(),
+    }
+
+
+@torch.no_grad()
+def margin(target: Target, ids: list[int], reply: list[int], at: int, settings: Settings) -> float:
+    """Top-2 gap of what plain decoding chose reply[at] from: logits / T plus the noise of that position."""
+    row = torch.tensor([ids + reply[:at]], device=target.device)
+    logits = target.model(row, logits_to_keep=1).logits[0, -1].float()
+    stops = target.model.generation_config.eos_token_id
+    logits[[stops] if isinstance(stops, int) else list(stops or [])] = -torch.inf
+    if settings.temperature > 0:
+        noise = Noise(settings.seed, [0], target.device)
+        position = torch.tensor([[row.shape[1]]], device=target.device)
+        logits = logits / settings.temperature + noise.gumbel(position, len(logits))[0, 0]
+    best = logits.topk(2).values
+    return float(best[0] - best[1])
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {os.cpu_count()} cores"
+
+
+def write_report(report: dict[str, Any], out: Path) -> Path:
+    """`report.json` in the folder `out`, complete or absent."""
+    write_text(out / "report.json", json.dumps(report, indent=2) + "\n")
+    return out / "report.json"

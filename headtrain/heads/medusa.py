@@ -1,0 +1,138 @@
+"""Medusa-1 (arXiv 2401.10774): independent residual heads on the target's last hidden state, over its own lm_head.
+
+Head i (0-based) reads the hidden state of position t and predicts x_{t+2+i}: the target itself predicts x_{t+1}. It is
+taught by the target's distribution at position t+1+i, and counts if the predicted token is trained. Only the residual
+blocks are trained and saved. Parameter names are those of the published checkpoints.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from headtrain.heads.base import Batch, Head, HeadConfig, HeadLoss
+from headtrain.losses import distill, step_weights, teacher_logits
+from headtrain.target import Target
+
+
+class Config(HeadConfig):
+    heads: int = Field(4, ge=1, le=16, description="heads, one for each draft depth")
+    layers: int = Field(1, ge=1, le=8, description="residual blocks of a head")
+    decay: float = Field(0.8, gt=0, le=1, description="weight decay^i of head i")
+    loss: Literal["kl"] = Field("kl", description="distillation loss")
+    vocabulary: int | None = Field(None, description="draft vocabulary size; null: the target's whole vocabulary")
+
+
+class Block(nn.Module):
+    """y = v + SiLU(W v + b), the identity at the start: each head begins as the target's own next-token prediction."""
+
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.linear = nn.Linear(hidden, hidden)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, v: Tensor) -> Tensor:
+        return v + nn.functional.silu(self.linear(v))
+
+
+class Medusa(Head):
+    Config = Config
+
+    def __init__(self, config: Config, target: Target, vocabulary: Tensor | None):
+        super().__init__()
+        self.config = config
+        self.target_layers = (target.num_layers,)
+        self.max_depth = config.heads
+        for i in range(config.heads):
+            self.add_module(str(i), nn.Sequential(*(Block(target.hidden_size) for _ in range(config.layers))))
+        self.register_buffer("token_map", vocabulary)  # [Vd] ascending target ids; absent for the whole vocabulary
+        object.__setattr__(self, "target", target)  # its lm_head is used, never saved or trained here
+
+    @classmethod
+    def vocabulary_size(cls, config: Config) -> int | None:
+        return config.vocabulary
+
+    @classmethod
+    def build(cls, config: Config, target: Target, vocabulary: Tensor | None = None) -> "Medusa":
+        return cls(config, target, None if vocabulary is None else vocabulary.to(target.device))
+
+    @classmethod
+    def restore(cls, config: Config, layers: list[int], target: Target, shapes: dict[str, tuple[int, ...]]) -> "Medusa":
+        size = shapes.get("token_map")
+        return cls(config, target, None if size is None else torch.zeros(size, dtype=torch.int64, device=target.device))
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        return self.token_map
+
+    @property
+    def num_heads(self) -> int:
+        return self.config.heads
+
+    def states(self, i: int, v: Tensor) -> Tensor:
+        """What head i gives to lm_head; v, result [.., H]."""
+        v = self._modules[str(i)](v.to(self._modules[str(i)][0].linear.weight.dtype))
+        # Some targets scale their logits; the scale is linear, so it can stand in front of lm_head.
+        config = self.target.config
+        return v * ((getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1))
+
+    def lm_head_rows(self) -> Tensor:
+        """[Vd, H] rows of the target's lm_head."""
+        weight = self.target.lm_head_weight
+        return weight if self.token_map is None else weight[self.token_map]
+
+    def loss(self, batch: Batch, target: Target) -> HeadLoss:
+        """Sum over heads of decay^i times the cross entropy with the target, renormalised on the draft vocabulary."""
+        b, j = batch.loss_mask[:, 2:].nonzero(as_tuple=True)  # the target at position j + 1 teaches the token at j + 2
+        queries = (
+            j - torch.arange(self.num_heads, device=j.device)[:, None]
+        )  # [K, N]: position whose head i predicts it
+        known = queries >= 0
+        student = torch.stack(  # [K, N, H]
+            [self.states(i, batch.features[b, queries[i].clamp(min=0)]) for i in range(self.num_heads)]
+        )
+        total, acceptance = distill(
+            student,
+            self.lm_head_rows(),
+            teacher_logits(target, batch.hidden[b, j + 1], self.vocabulary),
+            step_weights(self.num_heads, self.config.decay, j.device)[:, None] * known,
+            self.config.loss,
+        )
+        return HeadLoss(total, acceptance, known.sum(1))
+
+    @torch.no_grad()
+    def begin(self, features: Tensor, tokens: Tensor, lengths: Tensor, capacity: int) -> tuple["State", Tensor]:
+        state = State(self.lm_head_rows())
+        return state, self._start(state, features, lengths)
+
+    @torch.no_grad()
+    def extend(self, state: "State", tokens: Tensor, parents: Tensor) -> Tensor:
+        state.level += 1
+        assert state.level < self.num_heads, f"level {state.level}: expected below {self.num_heads}, one for each head"
+        return state.logits[:, state.level : state.level + 1]
+
+    @torch.no_grad()
+    def commit(self, state: "State", features: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:
+        return self._start(state, features, counts)
+
+    def select(self, state: "State", rows: Tensor) -> None:
+        state.logits = state.logits[rows]
+
+    def _start(self, state: "State", features: Tensor, counts: Tensor) -> Tensor:
+        """All heads at each row's last position; features [B, m, H]. Returns logits [B, 1, Vd] of the first level."""
+        v = features.gather(1, (counts - 1)[:, None, None].expand(-1, 1, features.shape[2]))  # [B, 1, H]
+        states = torch.cat([self.states(i, v) for i in range(self.num_heads)], 1)
+        state.level, state.logits = 0, nn.functional.linear(states, state.rows.to(states.dtype)).float()
+        return state.logits[:, :1]
+
+
+@dataclass
+class State:
+    """What drafting keeps between calls: rows [Vd, H] of lm_head, and logits [B, K, Vd] of all heads at the last position."""
+
+    rows: Tensor
+    logits: Tensor = None  # type: ignore[assignment]
+    level: int = 0

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Environment, style, types, tests. Arguments go to pytest, e.g. `bash scripts/test.sh -m slow`.
+set -euo pipefail
+source "$(dirname "$0")/setup.sh"
+ruff check .
+ruff format --check .
+mypy
+python -m pytest "$@"
