@@ -172,9 +172,9 @@ def forward(
     if tree.ancestors is None:
         out = _attend_prompt(query, key, value, scale, sliding_window, softcap, s_aux)
     elif query.is_cuda and query.shape[2] == tree.depths.shape[1]:
-        from headtrain_kernels import tree_attention
+        from headtrain_kernels.tree_attention import tree_attention as tree_attention_kernel
 
-        out = tree_attention(
+        out = tree_attention_kernel(
             query, key, value, tree.lengths, tree.depths, tree.words(), scale, sliding_window, softcap, s_aux
         )
     else:

@@ -5,12 +5,13 @@ output of layer b - 1. b = num_layers is the last hidden state after the final n
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
-def find_layers(model: nn.Module) -> nn.ModuleList:
+def find_layers(model: Any) -> nn.ModuleList:
     """The decoder layers of a causal language model."""
     depth = model.config.get_text_config().num_hidden_layers
     for module in model.base_model.modules():
@@ -25,7 +26,7 @@ class Capture:
     `take()` gives the features of the last forward, [B, T, len(layers) * H] in the order of `layers`, and forgets them.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[int]):
+    def __init__(self, model: Any, layers: Sequence[int]):
         self.model = model
         self.layers = tuple(layers)
         self._states: dict[int, Tensor] = {}

@@ -25,12 +25,16 @@ class Draft(Protocol):
 
     target_layers: tuple[int, ...]
     """Boundaries of the target whose hidden states are the features; () when it needs none."""
-    vocabulary: Tensor | None
-    """[Vd] int64, ascending target ids of the columns; None: column i is token i."""
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """[Vd] int64, ascending target ids of the columns; None: column i is token i."""
+        ...
+
     max_depth: int | None
     """Deepest level it can guess; None: any."""
 
-    def begin(self, features: Tensor | None, tokens: Tensor, lengths: Tensor, capacity: int) -> tuple[Any, Tensor]:
+    def begin(self, features: Any, tokens: Tensor, lengths: Tensor, capacity: int) -> tuple[Any, Tensor]:
         """features [B, T, F] of the prompts, right padded; tokens [B, T + 1] prompt and the root behind it, lengths[b] + 1
         valid; lengths [B] of the prompts; capacity: most tokens a row can reach.
 
@@ -45,7 +49,7 @@ class Draft(Protocol):
         """
         ...
 
-    def commit(self, state: Any, features: Tensor | None, tokens: Tensor, counts: Tensor) -> Tensor:
+    def commit(self, state: Any, features: Any, tokens: Tensor, counts: Tensor) -> Tensor:
         """features [B, m, F] of the newly verified positions (root and accepted nodes, right padded); tokens [B, m] the
         token that follows each, the last of them the new root; counts [B] valid positions.
 

@@ -191,9 +191,11 @@ class Engine:
     @torch.no_grad()
     def _begin(self, prompts: Sequence[Sequence[int]], settings: Settings, sequences: Sequence[int] | None) -> _Run:
         """Run the prompts, choose each row's first token, and let the draft guess behind it."""
-        prompts = [list(prompt) for prompt in prompts]
+        rows_of_ids = [list(prompt) for prompt in prompts]
+        return self._start(rows_of_ids, settings, list(range(len(prompts)) if sequences is None else sequences))
+
+    def _start(self, prompts: list[list[int]], settings: Settings, names: list[int]) -> _Run:
         self._check_prompts(prompts, settings.max_new_tokens)
-        names = list(range(len(prompts)) if sequences is None else sequences)
         rule, stops = self._rule(settings), self._stop_tokens(settings)
         lengths = [len(prompt) for prompt in prompts]
         tokens = torch.tensor([prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts], device=self.device)
@@ -248,7 +250,7 @@ class Engine:
     def _text(self, tokens: list[int], stops: frozenset[int], strings: Sequence[str]) -> str | None:
         if self.tokenizer is None:
             return None
-        text = self.tokenizer.decode(tokens[:-1] if tokens[-1] in stops else tokens, skip_special_tokens=True)
+        text = str(self.tokenizer.decode(tokens[:-1] if tokens[-1] in stops else tokens, skip_special_tokens=True))
         return text[: min([at for at in map(text.find, strings) if at >= 0], default=len(text))]
 
     def _select(self, run: _Run, rows: Tensor) -> None:

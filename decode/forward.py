@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +19,11 @@ from decode.capture import Capture
 class Forward:
     """Runs `model`; with `layers`, also gives the hidden states at those boundaries."""
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int] = ()):
+    def __init__(self, model: Any, layers: Sequence[int] = ()):
         require_rollback(model)
-        self.model = model
+        self.model: Any = model
         self.capture = Capture(model, layers) if layers else None
-        self.device = model.get_input_embeddings().weight.device
+        self.device: torch.device = model.get_input_embeddings().weight.device
         self.vocab_size = model.config.get_text_config().vocab_size
         # transformers 5.24 renamed the argument
         parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters

@@ -83,10 +83,10 @@ class Static:
     paths: tuple[tuple[int, ...], ...]
 
     def __init__(self, paths: Iterable[Iterable[int]]):
-        paths = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
-        _check_size(bool(paths), len(paths) + 1, "static tree")
+        ordered: list[tuple[int, ...]] = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
+        _check_size(bool(ordered), len(ordered) + 1, "static tree")
         known: set[tuple[int, ...]] = {()}
-        for path in paths:
+        for path in ordered:
             if not path or any(not isinstance(rank, int) or rank < 0 for rank in path):
                 raise UserError(f"static tree: path {list(path)} must be a non-empty list of ranks >= 0")
             if path in known:
@@ -94,7 +94,7 @@ class Static:
             if path[:-1] not in known:
                 raise UserError(f"static tree: path {list(path)} needs its parent {list(path[:-1])} in the list")
             known.add(path)
-        object.__setattr__(self, "paths", tuple(paths))
+        object.__setattr__(self, "paths", tuple(ordered))
 
     @property
     def depth(self) -> int:
@@ -285,8 +285,9 @@ def _grow_static(plan: Chain | Static, root: Tensor, logits: Tensor, extend: Ext
         log_q = torch.cat([log_q, values], 1)
         if q is not None:
             q[:, level.nodes] = level_q
-    shape = (x.expand(batch, *x.shape) for x in (parents, depths, ancestors))
-    return Tree(tokens, *shape, log_q, log_q > -torch.inf, q, plan.depth, max(level.count for level in levels))
+    parents, depths, ancestors = (x.expand(batch, *x.shape) for x in (parents, depths, ancestors))
+    width = max(level.count for level in levels)
+    return Tree(tokens, parents, depths, ancestors, log_q, log_q > -torch.inf, q, plan.depth, width)
 
 
 def _grow_dynamic(plan: Dynamic, root: Tensor, logits: Tensor, extend: Extend, proposer: Proposer) -> Tree:

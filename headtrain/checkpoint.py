@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -83,6 +84,17 @@ def describe_target(target: Target) -> dict[str, Any]:
     }
 
 
+def describe_head(head: Head, family: str, target: Target) -> dict[str, Any]:
+    """The content of config.json."""
+    return {
+        "format": FORMAT,
+        "family": family,
+        "head": head.config.model_dump(mode="json"),
+        "layers": list(head.target_layers),
+        "target": describe_target(target),
+    }
+
+
 def save_head(
     folder: Path, head: Head, family: str, target: Target, recipe: Any = None, dtype: torch.dtype | None = None
 ) -> None:
@@ -95,13 +107,7 @@ def fill_head(folder: Path, head: Head, family: str, target: Target, recipe: Any
         return x.detach().to("cpu", dtype if dtype and x.is_floating_point() else x.dtype).contiguous()
 
     save_file({name: converted(x) for name, x in head.state_dict().items()}, folder / "model.safetensors")
-    config = {
-        "format": FORMAT,
-        "family": family,
-        "head": head.config.model_dump(),
-        "layers": list(head.target_layers),
-        "target": describe_target(target),
-    }
+    config = describe_head(head, family, target)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if recipe is not None:
         recipe.save(folder / "recipe.yaml")
@@ -124,6 +130,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{folder / 'config.json'}: format {config['format']} is unknown here (expected {FORMAT}); update headtrain"
         )
+    for key, kind in (("family", str), ("head", dict), ("layers", list), ("target", dict)):
+        if not isinstance(config[key], kind):
+            raise UserError(f"{folder / 'config.json'}: {key} is {config[key]!r}; copy or train the head again")
     return config
 
 
@@ -138,7 +147,13 @@ def load_head(folder: Path, target: Target, dtype: torch.dtype | None = None) ->
                 f" but {target.name} has {found[key]}; give the target it was trained on"
             )
     family = load_family(config["family"])
-    head = family.restore(family.Config(**config["head"]), config["layers"], target, read_shapes(folder))
+    try:
+        settings = family.Config(**config["head"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(["head", *map(str, first["loc"])])
+        raise UserError(f"{folder / 'config.json'}: {where}: {first['msg']}; is it of another version?") from error
+    head = family.restore(settings, config["layers"], target, read_shapes(folder))
     load_tensors(head, folder / "model.safetensors")
     return head.to(target.device, dtype or target.dtype).eval()
 
@@ -196,10 +211,29 @@ def save_checkpoint(
 
 
 def load_checkpoint(folder: Path, head: Head, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Put head and optimizer back; returns the saved state."""
+    """Put head and optimizer back; returns the saved state. Raises UserError for what is damaged or does not fit."""
     load_tensors(head, folder / "model.safetensors")
-    restore_optimizer(optimizer, load_file(folder / "optimizer.safetensors"))
-    return json.loads((folder / "state.json").read_text())
+    mend = "delete this checkpoint, or give another `output`"
+    path = folder / "optimizer.safetensors"
+    try:
+        restore_optimizer(optimizer, load_file(path))
+        path = folder / "state.json"
+        return json.loads(path.read_text())
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise UserError(f"{path}: is damaged or does not fit ({' '.join(str(error).split())}); {mend}") from error
+
+
+def require_same_head(folder: Path, head: Head, family: str, target: Target) -> None:
+    """Raises UserError unless the checkpoint is of this very head: family, settings, boundaries and target."""
+    found, expected = read_config(folder), describe_head(head, family, target)
+    for config in (found, expected):
+        config["target"].pop("name", None)  # a folder may move
+    for key, value in expected.items():
+        if found[key] != value:
+            raise UserError(
+                f"output: {folder} has {key} {found[key]}, this recipe gives {value}; give its recipe again, or another"
+                " `output`"
+            )
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -17,9 +17,7 @@ status = Console(stderr=True)
 RecipeArgument = Annotated[Path, typer.Argument(help="YAML recipe")]
 Overrides = Annotated[Optional[list[str]], typer.Argument(help="key=value overrides of the recipe")]  # noqa: UP045
 HeadFolder = Annotated[Path, typer.Argument(help="folder of a trained head")]
-TargetOption = Annotated[
-    str | None, typer.Option("--target", help="target folder; default: the one it was trained on")
-]  # noqa: UP045
+TargetOption = Annotated[str | None, typer.Option("--target", help="target folder; default: the one it was trained on")]  # noqa: UP045
 DtypeOption = Annotated[str, typer.Option(help="bfloat16, float16, float32 or auto")]
 
 

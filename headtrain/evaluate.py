@@ -10,6 +10,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -171,9 +172,8 @@ def evaluate_set(
         fast.append(a)
         plain.append(b)
         seconds += generated
-        parity += compare(
-            b.tokens, a.tokens, lambda at, ids=ids, b=b: margin(target, ids, b.tokens, at, settings), target.dtype
-        )
+        parity += compare(b.tokens, a.tokens, partial(margin, target, ids, b.tokens, settings), target.dtype)
+
     tokens = sum(len(output.tokens) for output in fast)
 
     def rate(outputs: list[Output], whole: bool) -> float:
@@ -203,7 +203,7 @@ def evaluate_set(
 
 
 @torch.no_grad()
-def margin(target: Target, ids: list[int], reply: list[int], at: int, settings: Settings) -> float:
+def margin(target: Target, ids: list[int], reply: list[int], settings: Settings, at: int) -> float:
     """Top-2 gap of what plain decoding chose reply[at] from: logits / T plus the noise of that position."""
     row = torch.tensor([ids + reply[:at]], device=target.device)
     logits = target.model(row, logits_to_keep=1).logits[0, -1].float()

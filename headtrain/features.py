@@ -124,22 +124,23 @@ def describe(dataset: Dataset, target: Target, layers: Sequence[int]) -> dict[st
 
 
 def fingerprint(target: Target) -> str:
-    """Hash of the target's config and of a sample of its weights."""
+    """Hash of the target's config and of a sample of every weight: fine-tuning may leave most of them as they were."""
     config = {
         key: value
         for key, value in target.config.to_dict().items()
         if key not in ("_name_or_path", "dtype", "transformers_version")
     }
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for parameter in (target.lm_head_weight[:64], *target.norm.parameters()):
-        digest.update(parameter.detach().float().cpu().numpy().tobytes())
+    for parameter in target.model.parameters():
+        sample = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)]
+        digest.update(sample.float().cpu().numpy().tobytes())
     return digest.hexdigest()[:32]
 
 
 def require_manifest(folder: Path, expected: dict[str, Any]) -> None:
     try:
-        found = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
+        found = dict(json.loads((folder / MANIFEST).read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(
             f"data.cache: {folder} holds no readable {MANIFEST}; write it with `headtrain cache`"
         ) from error
@@ -183,7 +184,7 @@ def _write_shard(path: Path, online: OnlineFeatures, span: tuple[int, int], batc
             for index, row in enumerate(group):
                 start, end = dataset.offsets[row : row + 2] - first
                 stored[start:end] = value[index, : end - start]
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = path.with_name(f".{path.name}.partial")  # what a killed run left is overwritten
     try:
         save_file(states, partial)
         with partial.open("rb") as file:

@@ -2,25 +2,32 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from decode.capture import Capture
 from decode.errors import UserError
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "auto": "auto"}
+DTYPES: dict[str, Any] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "auto": "auto",
+}
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 
 
 class Target:
     """A frozen causal language model with its tokenizer (None for a target that only tests use)."""
 
-    def __init__(self, model: nn.Module, tokenizer=None, name: str = ""):
-        self.model = model.eval().requires_grad_(False)
+    def __init__(self, model: Any, tokenizer: Any = None, name: str = ""):
+        self.model: Any = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
-        self.config = model.config.get_text_config()
+        self.config: Any = self.model.config.get_text_config()
         self.num_layers: int = self.config.num_hidden_layers
         self.hidden_size: int = self.config.hidden_size
 
@@ -39,16 +46,22 @@ class Target:
         folder = Path(model)
         if folder.exists() and not (folder / "config.json").is_file():
             raise UserError(f"target.model: {model} has no config.json; give a transformers model folder or a Hub name")
-        options = {"revision": revision, "trust_remote_code": trust_remote_code}
+        options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         try:
             tokenizer = AutoTokenizer.from_pretrained(model, **options)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"target.model: no tokenizer in {model} ({first_line(error)}); save one there") from error
         try:
-            loaded = AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[dtype], **options)
-        except (OSError, ValueError) as error:
+            loaded, found = AutoModelForCausalLM.from_pretrained(
+                model, dtype=DTYPES[dtype], output_loading_info=True, **options
+            )
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise UserError(f"target.model: cannot load {model} ({first_line(error)})") from error
-        return cls(loaded.to(device), tokenizer, name=model)
+        if missing := sorted(found["missing_keys"]):  # transformers would fill them with random numbers
+            raise UserError(
+                f"target.model: {model} lacks {len(missing)} weights, such as {missing[0]}; give a complete folder"
+            )
+        return cls(loaded.to(torch.device(device)), tokenizer, name=model)  # type: ignore[arg-type]
 
     @property
     def embedding(self) -> nn.Embedding:

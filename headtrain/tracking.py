@@ -1,6 +1,8 @@
 """One `log(numbers, step)` for all trackers: JSON lines in the run's folder always, others when the recipe asks."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,25 @@ class Tracker:
         self.accelerator = accelerator
         self.path = run / "log.jsonl"
         if accelerator.is_main_process:
-            self._forget(first_step)
-            self.file = self.path.open("a")
+            with self._writing():
+                self._forget(first_step)
+                self.file = self.path.open("a")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: cannot be written ({error.strerror}); free some space or change `output`"
+            ) from error
 
     def _forget(self, first_step: int) -> None:
         """Drop lines that a killed run wrote behind the checkpoint from which this one goes on."""
         if not self.path.exists():
             return
         lines = self.path.read_text().splitlines()
-        kept = [line for line in lines if _step(line) is not None and _step(line) <= first_step]
+        kept = [line for line in lines if _step(line) <= first_step]
         partial = self.path.with_suffix(".partial")
         partial.write_text("".join(line + "\n" for line in kept))
         partial.replace(self.path)
@@ -30,8 +42,9 @@ class Tracker:
     def log(self, numbers: dict[str, Any], step: int) -> None:
         if not self.accelerator.is_main_process:
             return
-        self.file.write(json.dumps({"step": step, **numbers}) + "\n")
-        self.file.flush()
+        with self._writing():
+            self.file.write(json.dumps({"step": step, **numbers}) + "\n")
+            self.file.flush()
         self.accelerator.log(flatten(numbers), step=step)
 
     def close(self) -> None:
@@ -40,11 +53,11 @@ class Tracker:
         self.accelerator.end_training()
 
 
-def _step(line: str) -> int | None:
+def _step(line: str) -> float:
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError):
-        return None
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # a line cut short
 
 
 def flatten(numbers: dict[str, Any]) -> dict[str, float]:

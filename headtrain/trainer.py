@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from decode.errors import UserError
-from headtrain.checkpoint import list_checkpoints, load_checkpoint, prune_checkpoints, save_checkpoint, save_head
+from headtrain.checkpoint import (
+    list_checkpoints,
+    load_checkpoint,
+    prune_checkpoints,
+    require_same_head,
+    save_checkpoint,
+    save_head,
+)
 from headtrain.data import Dataset, batches, build_dataset
 from headtrain.features import open_features
 from headtrain.heads.base import Batch, Head, HeadLoss, load_family
@@ -89,6 +96,8 @@ def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
 class LossModule(torch.nn.Module):
     """The head with its loss as forward, so that a distributed wrapper sees each use of the parameters."""
 
+    target: Target
+
     def __init__(self, head: Head, target: Target):
         super().__init__()
         self.head = head
@@ -133,12 +142,12 @@ class Trainer:
                     window.start = time.perf_counter()
                 if self._due(config.save_every, step):
                     self._save(step)
-        self.tracker.close()
         if self.accelerator.is_main_process:
             save_head(
                 self.run / "head", self.head, self.recipe.head.family, self.target, self.recipe, self.target.dtype
             )
         self.accelerator.wait_for_everyone()
+        self.tracker.close()  # ends the process group too
         return self.run / "head"
 
     def step(self, step: int, micro_batches: MicroBatches, window: "Window") -> None:
@@ -193,8 +202,9 @@ class Trainer:
     def _require_finite(self, value: Tensor, step: int, micro_batches: MicroBatches) -> None:
         if bool(torch.isfinite(value).all()):
             return
-        gradients = ((name, p.grad) for name, p in self.head.named_parameters() if p.grad is not None)
-        bad = next((f"the gradient of {name}" for name, g in gradients if not bool(g.isfinite().all())), "the loss")
+        named = list(self.head.named_parameters())
+        tensors = named + [(f"the gradient of {name}", p.grad) for name, p in named if p.grad is not None]
+        bad = next((name for name, x in tensors if not bool(x.isfinite().all())), "the loss")
         rows = [self.dataset.origins[row] for batch in micro_batches for row in batch]
         shown = ", ".join(rows[:4]) + (f" and {len(rows) - 4} more" if len(rows) > 4 else "")
         raise UserError(
@@ -241,6 +251,7 @@ class Trainer:
         found = list_checkpoints(self.run)
         if not found:
             return 0
+        require_same_head(found[-1], self.head, self.recipe.head.family, self.target)
         state = load_checkpoint(found[-1], self.head, self.optimizer)
         if state["data"] != self.dataset.fingerprint or state["num_steps"] != self.num_steps:
             raise UserError(

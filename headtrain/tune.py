@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def tune(
                         }
                     )
     best = max(table, key=lambda row: row["speedup"])
-    plan = Dynamic(best["depth"], best["width"], best["size"])
+    plan = Dynamic(int(best["depth"]), int(best["width"]), int(best["size"]))
     return {
         "plan": plan.to_dict(),
         "predicted": {key: best[key] for key in ("acceptance_length", "speedup")},
@@ -140,21 +141,19 @@ def measure_costs(head: Head, target: Target, ids: list[int], depth: int) -> Cos
         times.setdefault(key, []).append(time.perf_counter() - start)
 
     features = torch.zeros(1, 2, len(head.target_layers) * target.hidden_size, device=device, dtype=target.dtype)
+    one = torch.ones(1, dtype=torch.int64, device=device)
     for _ in range(REPEATS):
         for n in (1, *SIZES):
             tokens = torch.full((1, n), ids[-1], device=device)
             chain = torch.arange(n, device=device)[None]
             causal = torch.ones(1, n, n, dtype=torch.bool, device=device).tril()
-            clock(("verify", n), lambda t=tokens, c=chain, a=causal: forward(cache, t, c, a))
+            clock(("verify", n), partial(forward, cache, tokens, chain, causal))
         pair = torch.full((1, 2), ids[-1], device=device)
-        clock(
-            "commit",
-            lambda p=pair: head.commit(run.state, features, p, torch.ones(1, dtype=torch.int64, device=device)),
-        )
+        clock("commit", partial(head.commit, run.state, features, pair, one))
         for width in WIDTHS:
             nodes = torch.full((1, width), ids[-1], device=device)
-            clock(("extend", width), lambda t=nodes: head.extend(run.state, t, torch.zeros_like(t)))
-            head.commit(run.state, features, pair, torch.ones(1, dtype=torch.int64, device=device))
+            clock(("extend", width), partial(head.extend, run.state, nodes, torch.zeros_like(nodes)))
+            head.commit(run.state, features, pair, one)
     median = {key: sorted(values)[len(values) // 2] for key, values in times.items()}
     return Costs(
         {n: median["verify", n] for n in (1, *SIZES)}, median["commit"], {w: median["extend", w] for w in WIDTHS}

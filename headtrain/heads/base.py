@@ -5,7 +5,7 @@ import importlib
 import pkgutil
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
@@ -45,25 +45,28 @@ class HeadLoss:
 class Head(nn.Module, ABC):
     """A draft head: trainable module, loss, and drafting (the protocol of `decode.draft.Draft`)."""
 
-    Config: ClassVar[type[HeadConfig]]
+    Config: ClassVar[Any]  # the family's HeadConfig
+    config: Any
     target_layers: tuple[int, ...]  # boundaries that it reads, see decode.capture
-    vocabulary: Tensor | None = None  # [Vd] ascending target ids of the draft's columns; None: the target's own
     max_depth: int | None = None
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """[Vd] ascending target ids of the draft's columns; None: the target's own."""
+        return None
 
     @classmethod
     @abstractmethod
-    def build(cls, config: HeadConfig, target: Target, vocabulary: Tensor | None = None) -> "Head":
+    def build(cls, config: Any, target: Target, vocabulary: Tensor | None = None) -> "Head":
         """A fresh head for this target. `vocabulary`: draft ids from `choose_vocabulary`, for families that reduce it."""
 
     @classmethod
     @abstractmethod
-    def restore(
-        cls, config: HeadConfig, layers: list[int], target: Target, shapes: dict[str, tuple[int, ...]]
-    ) -> "Head":
+    def restore(cls, config: Any, layers: list[int], target: Target, shapes: dict[str, tuple[int, ...]]) -> "Head":
         """A head whose tensors are about to be loaded; `shapes` are those of the saved tensors by name."""
 
     @classmethod
-    def vocabulary_size(cls, config: HeadConfig) -> int | None:
+    def vocabulary_size(cls, config: Any) -> int | None:
         """How many tokens the draft vocabulary shall hold; None keeps the target's."""
         return None
 

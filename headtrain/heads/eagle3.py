@@ -24,7 +24,7 @@ from headtrain.target import Target
 from headtrain.ttt_attention import ttt_attention
 
 
-class Config(HeadConfig):
+class Eagle3Config(HeadConfig):
     layers: list[int] | None = Field(None, description="boundaries of the fused features; null: early, middle and late")
     vocabulary: int | None = Field(32000, description="draft vocabulary size; null: the target's whole vocabulary")
     steps: int = Field(7, ge=1, le=16, description="draft steps of the training-time test")
@@ -126,9 +126,14 @@ class Layer(nn.Module):
 
 
 class Eagle3(Head):
-    Config = Config
+    Config = Eagle3Config
+    config: Eagle3Config
+    d2t: Tensor
+    t2d: Tensor
+    embedding: nn.Module
+    rotary: nn.Module
 
-    def __init__(self, config: Config, g: Geometry, num_features: int, vocab_size: int, draft_vocab_size: int):
+    def __init__(self, config: Eagle3Config, g: Geometry, num_features: int, vocab_size: int, draft_vocab_size: int):
         super().__init__()
         self.config, self.g = config, g
         self.fc = nn.Linear(num_features * g.hidden, g.hidden, bias=False)
@@ -138,15 +143,13 @@ class Eagle3(Head):
         # Published layout: target id = draft id + d2t; t2d marks the target ids that the draft knows.
         self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.ones(vocab_size, dtype=torch.bool))
-        self.embedding: nn.Module
-        self.rotary: nn.Module
 
     @classmethod
-    def vocabulary_size(cls, config: Config) -> int | None:
+    def vocabulary_size(cls, config: Eagle3Config) -> int | None:
         return config.vocabulary
 
     @classmethod
-    def build(cls, config: Config, target: Target, vocabulary: Tensor | None = None) -> "Eagle3":
+    def build(cls, config: Eagle3Config, target: Target, vocabulary: Tensor | None = None) -> "Eagle3":
         layers = config.layers or default_layers(target.num_layers)
         rows = target.lm_head_weight if vocabulary is None else target.lm_head_weight[vocabulary]
         head = cls(config, Geometry.of(target), len(layers), target.vocab_size, len(rows))
@@ -158,7 +161,9 @@ class Eagle3(Head):
         return head
 
     @classmethod
-    def restore(cls, config: Config, layers: list[int], target: Target, shapes: dict[str, tuple[int, ...]]) -> "Eagle3":
+    def restore(
+        cls, config: Eagle3Config, layers: list[int], target: Target, shapes: dict[str, tuple[int, ...]]
+    ) -> "Eagle3":
         vocab_size, draft_vocab_size = (shapes.get(name, (target.vocab_size,))[0] for name in ("t2d", "d2t"))
         head = cls(config, Geometry.of(target), len(layers), vocab_size, draft_vocab_size)
         head.target_layers = tuple(layers)

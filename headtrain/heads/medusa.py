@@ -6,7 +6,7 @@ blocks are trained and saved. Parameter names are those of the published checkpo
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -17,7 +17,7 @@ from headtrain.losses import distill, step_weights, teacher_logits
 from headtrain.target import Target
 
 
-class Config(HeadConfig):
+class MedusaConfig(HeadConfig):
     heads: int = Field(4, ge=1, le=16, description="heads, one for each draft depth")
     layers: int = Field(1, ge=1, le=8, description="residual blocks of a head")
     decay: float = Field(0.8, gt=0, le=1, description="weight decay^i of head i")
@@ -39,9 +39,12 @@ class Block(nn.Module):
 
 
 class Medusa(Head):
-    Config = Config
+    Config = MedusaConfig
+    config: MedusaConfig
+    target: Target
+    token_map: Tensor | None
 
-    def __init__(self, config: Config, target: Target, vocabulary: Tensor | None):
+    def __init__(self, config: MedusaConfig, target: Target, vocabulary: Tensor | None):
         super().__init__()
         self.config = config
         self.target_layers = (target.num_layers,)
@@ -52,15 +55,17 @@ class Medusa(Head):
         object.__setattr__(self, "target", target)  # its lm_head is used, never saved or trained here
 
     @classmethod
-    def vocabulary_size(cls, config: Config) -> int | None:
+    def vocabulary_size(cls, config: MedusaConfig) -> int | None:
         return config.vocabulary
 
     @classmethod
-    def build(cls, config: Config, target: Target, vocabulary: Tensor | None = None) -> "Medusa":
+    def build(cls, config: MedusaConfig, target: Target, vocabulary: Tensor | None = None) -> "Medusa":
         return cls(config, target, None if vocabulary is None else vocabulary.to(target.device))
 
     @classmethod
-    def restore(cls, config: Config, layers: list[int], target: Target, shapes: dict[str, tuple[int, ...]]) -> "Medusa":
+    def restore(
+        cls, config: MedusaConfig, layers: list[int], target: Target, shapes: dict[str, tuple[int, ...]]
+    ) -> "Medusa":
         size = shapes.get("token_map")
         return cls(config, target, None if size is None else torch.zeros(size, dtype=torch.int64, device=target.device))
 
@@ -74,7 +79,8 @@ class Medusa(Head):
 
     def states(self, i: int, v: Tensor) -> Tensor:
         """What head i gives to lm_head; v, result [.., H]."""
-        v = self._modules[str(i)](v.to(self._modules[str(i)][0].linear.weight.dtype))
+        blocks: Any = self._modules[str(i)]
+        v = blocks(v.to(blocks[0].linear.weight.dtype))
         # Some targets scale their logits; the scale is linear, so it can stand in front of lm_head.
         config = self.target.config
         return v * ((getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1))

@@ -13,8 +13,8 @@ triton: Any
 tl: Any
 
 try:
-    import triton
-    import triton.language as tl
+    import triton  # type: ignore[no-redef]
+    import triton.language as tl  # type: ignore[no-redef]
 except ImportError:
 
     class _Missing:

@@ -11,6 +11,8 @@ in registers when the depth changes, so nodes should be sorted by depth, which c
 sequence, reduces the blocks of the visited nodes and walks. Every logit is read once, no score is written.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -132,7 +134,7 @@ def launch_tree_verify(
         check_contiguous(name, tensor)
     batch, num_nodes, vocabulary = logits.shape
     num_blocks = triton.cdiv(vocabulary, BLOCK_V)
-    integers = {"dtype": torch.int64, "device": logits.device}
+    integers: dict[str, Any] = {"dtype": torch.int64, "device": logits.device}
     values = torch.empty(batch, num_nodes, num_blocks, dtype=torch.float32, device=logits.device)
     indices = torch.empty(batch, num_nodes, num_blocks, dtype=torch.int32, device=logits.device)
     path = torch.empty(batch, max_depth + 1, **integers)  # [B, D + 1]
