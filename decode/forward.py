@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from decode.attention import Visibility, tree_attention
 from decode.cache import TreeCache, require_rollback

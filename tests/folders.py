@@ -19,7 +19,25 @@ from headtrain.target import Target
 from tests.templates import byte_tokenizer
 from tests.tiny import tiny_target
 
-WORDS = "the tree grows a branch and cuts it while rain falls on old stones near green water".split()
+WORDS = [
+    "the",
+    "tree",
+    "grows",
+    "a",
+    "branch",
+    "and",
+    "cuts",
+    "it",
+    "while",
+    "rain",
+    "falls",
+    "on",
+    "old",
+    "stones",
+    "near",
+    "green",
+    "water",
+]
 ROOT = Path(__file__).parents[1]
 
 
