@@ -35,8 +35,9 @@ class Capture:
     def __enter__(self) -> "Capture":
         decoder_layers = find_layers(self.model)
         depth = len(decoder_layers)
-        for b in self.layers:
+        for b in self.layers:  # all of them before the first hook: a failed entry leaves none behind
             assert 0 <= b <= depth, f"boundary {b} is outside 0..{depth}"
+        for b in self.layers:
             if b < depth:
                 hook = decoder_layers[b].register_forward_pre_hook(self._record_input(b), with_kwargs=True)
             else:

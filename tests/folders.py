@@ -19,25 +19,7 @@ from headtrain.target import Target
 from tests.templates import byte_tokenizer
 from tests.tiny import tiny_target
 
-WORDS = [
-    "the",
-    "tree",
-    "grows",
-    "a",
-    "branch",
-    "and",
-    "cuts",
-    "it",
-    "while",
-    "rain",
-    "falls",
-    "on",
-    "old",
-    "stones",
-    "near",
-    "green",
-    "water",
-]
+WORDS = ["the", "tree", "grows", "a", "branch", "and", "cuts", "it", "while", "rain", "falls", "on", "old", "stones"]
 ROOT = Path(__file__).parents[1]
 
 
