@@ -252,6 +252,10 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tenso
     for name, tensor in tensors.items():
         index, key = name.split(".", 1)
         saved["state"].setdefault(int(index), {})[key] = tensor
+    shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
+    for index, entry in saved["state"].items():
+        if index >= len(shapes) or entry["exp_avg"].shape != shapes[index]:
+            raise ValueError(f"parameter {index} has another shape or is not trained now")
     optimizer.load_state_dict(saved)
 
 

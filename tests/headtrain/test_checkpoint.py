@@ -182,7 +182,7 @@ def test_any_failure_leaves_no_half_written_folder(tmp_path, error):
 
 def test_unwritable_place(tmp_path, target):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="Not a directory") as error:
+    with pytest.raises(UserError, match="cannot write there") as error:
         save_head(tmp_path / "file" / "head", make_head(target), "eagle3", target)
     assert "\n" not in str(error.value)
 

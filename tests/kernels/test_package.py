@@ -50,7 +50,8 @@ else:
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("extra", [[], pytest.param(["--all"], marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [[], ["--all"]], ids=["some", "all"])
 def test_compiles_for_sm90(extra):
     """Real Triton, without a GPU: see `compile_sm90`."""
     pytest.importorskip("triton")

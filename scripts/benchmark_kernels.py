@@ -1,0 +1,274 @@
+"""Times every kernel against torch, with one harness and shapes as data; on a CPU tiny shapes check that it runs.
+
+    python scripts/benchmark_kernels.py --out runs/kernels [--only tree_attention]
+
+On a GPU each time is the median of graph replays; the device-to-device copy of the same run gives the bandwidth that shares
+refer to. Prints a table, writes kernels.json into the folder.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+
+from headtrain_kernels import reference  # noqa: E402
+from headtrain_kernels.ancestors import pack_ancestors, tree_mask  # noqa: E402
+from headtrain_kernels.distill import distill  # noqa: E402
+from headtrain_kernels.grouped_residual import grouped_residual  # noqa: E402
+from headtrain_kernels.kv_commit import kv_commit  # noqa: E402
+from headtrain_kernels.noise import counter_noise  # noqa: E402
+from headtrain_kernels.topk_logprob import topk_logprob  # noqa: E402
+from headtrain_kernels.tree_attention import tree_attention  # noqa: E402
+from headtrain_kernels.tree_verify import tree_verify  # noqa: E402
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+DTYPE = torch.bfloat16 if GPU else torch.float32
+REPEATS = 30 if GPU else 3
+
+ATTENTION = (
+    [(length, n, 8, 4, 128) for length in (4096, 16_384, 32_768, 131_072) for n in (1, 4, 16, 64, 128)]
+    if GPU
+    else [(40, n, 2, 2, 64) for n in (1, 5)]
+)  # prefix length, nodes, KV heads, group, head dim
+VOCABULARY = 128_256 if GPU else 300
+DRAFT_VOCABULARY = 32_000 if GPU else 200
+HIDDEN = 4096 if GPU else 32
+
+
+@dataclass
+class Result:
+    kernel: str
+    case: str
+    form: str
+    time_ms: float
+    gbytes_per_second: float
+    share_of_copy: float | None = None
+
+
+def measure(run: Callable[[], object]) -> float:
+    """Median milliseconds; on a GPU of ten graph replays at a time, so that launches cost nothing."""
+    run()
+    if not GPU:
+        times = []
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - start) * 1e3)
+        return statistics.median(times)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return _time_events(graph.replay)
+
+
+def _time_events(run: Callable[[], object]) -> float:
+    times = []
+    for _ in range(REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(10):
+            run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 10)
+    return statistics.median(times)
+
+
+def measure_eager(run: Callable[[], object]) -> float:
+    """For code that cannot be captured (autograd)."""
+    run()
+    return _time_events(run) if GPU else measure(run)
+
+
+def copy_bandwidth() -> float:
+    """GB/s, bytes read plus bytes written."""
+    source = torch.randn(2**29 if GPU else 2**20, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / measure(lambda: target.copy_(source)) / 1e6
+
+
+def random_tree(num_nodes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """parents [1, n], depths [1, n], ancestors [1, n, n] of a breadth-first tree, three children a node."""
+    parents = torch.tensor([-1, *((node - 1) // 3 for node in range(1, num_nodes))])
+    depths, ancestors = torch.zeros(num_nodes, dtype=torch.int64), torch.eye(num_nodes, dtype=torch.bool)
+    for node in range(1, num_nodes):
+        depths[node] = depths[parents[node]] + 1
+        ancestors[node] |= ancestors[parents[node]]
+    return parents[None].to(DEVICE), depths[None].to(DEVICE), ancestors[None].to(DEVICE)
+
+
+def bench_tree_attention() -> Iterator[tuple[str, str, int, float]]:
+    for length, n, heads, group, dim in ATTENTION:
+        total = length + n
+        q = torch.randn(1, heads * group, n, dim, device=DEVICE, dtype=DTYPE)
+        # two caches in turn would still fit in no L2 at these lengths; short ones are measured warm
+        k, v = (torch.randn(1, heads, total, dim, device=DEVICE, dtype=DTYPE) for _ in range(2))
+        lengths = torch.tensor([length], device=DEVICE)
+        _, depths, ancestors = random_tree(n)
+        words = pack_ancestors(ancestors)
+        causal = pack_ancestors(torch.ones_like(ancestors).tril())
+        chain = torch.arange(n, device=DEVICE)[None]
+        mask = tree_mask(lengths, depths, words, total, dtype=DTYPE)[:, None]
+        moved = k.nbytes + v.nbytes + 2 * q.nbytes
+        case = f"L={length} n={n} Hkv={heads} G={group} d={dim}"
+        forms: dict[str, Callable[[], object]] = {
+            "tree": lambda: tree_attention(q, k, v, lengths, depths, words),
+            "causal words": lambda: tree_attention(q, k, v, lengths, chain, causal),
+            "deterministic": lambda: tree_attention(q, k, v, lengths, depths, words, deterministic=True),
+            "SDPA with mask": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True),
+        }
+        if n == 1:
+            forms["SDPA"] = lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        for form, run in forms.items():
+            yield case, form, moved, measure(run)
+        if GPU:
+            yield case, "FlexAttention", moved, measure(_flex(q, k, v, length, ancestors))
+
+
+def _flex(q, k, v, length: int, ancestors: torch.Tensor) -> Callable[[], object]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    table, n = ancestors[0], q.shape[2]
+
+    def sees(batch, head, node, slot):
+        return (slot < length) | table[node, (slot - length).clamp(0, n - 1)]
+
+    block_mask = create_block_mask(sees, 1, None, n, k.shape[2], device=DEVICE)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda: compiled(q, k, v, block_mask=block_mask, enable_gqa=True)
+
+
+def bench_kv_commit() -> Iterator[tuple[str, str, int, float]]:
+    layers, heads, capacity, dim, depth = (32, 8, 4096, 128, 8) if GPU else (3, 2, 64, 64, 4)
+    cache = torch.randn(layers, 2, 1, heads, capacity, dim, device=DEVICE, dtype=DTYPE)
+    lengths = torch.tensor([capacity // 2], device=DEVICE)
+    path = torch.arange(depth + 1, device=DEVICE)[None] * 2
+    moved = 2 * layers * 2 * heads * depth * dim * cache.element_size()
+    case = f"{layers} layers, {depth} rows moved"
+    yield case, "kv_commit", moved, measure(lambda: kv_commit(cache, lengths, path))
+    source, target = capacity // 2 + path[0], capacity // 2 + torch.arange(depth + 1, device=DEVICE)
+    yield (
+        case,
+        "index_select + index_copy",
+        moved,
+        measure(lambda: cache.index_copy_(4, target, cache.index_select(4, source))),
+    )
+    if not GPU:
+        yield case, "reference", moved, measure(lambda: reference.kv_commit(cache, lengths, path))
+
+
+def bench_tree_verify() -> Iterator[tuple[str, str, int, float]]:
+    n = 60 if GPU else 6
+    parents, depths, _ = random_tree(n)
+    depth = int(depths.max())
+    logits = torch.randn(1, n, VOCABULARY, device=DEVICE, dtype=DTYPE)
+    tokens, valid = torch.zeros_like(parents), torch.ones_like(parents, dtype=torch.bool)
+    row = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    case = f"n={n} V={VOCABULARY}"
+    tree = (logits, tokens, parents, depths, valid, depth)
+    yield case, "greedy", logits.nbytes, measure(lambda: tree_verify(*tree))
+    yield case, "gumbel", logits.nbytes, measure(lambda: tree_verify(*tree, 3, row, row))
+    yield case, "torch argmax alone", logits.nbytes, measure(lambda: logits.argmax(-1))
+
+
+def bench_noise() -> Iterator[tuple[str, str, int, float]]:
+    rows = torch.arange(9, device=DEVICE)
+    case = f"9 positions, V={VOCABULARY}"
+    moved = 9 * VOCABULARY * 4
+    yield case, "counter_noise", moved, measure(lambda: counter_noise(1, rows, rows, VOCABULARY))
+    out = torch.empty(9, VOCABULARY, device=DEVICE)
+    yield case, "torch exponential_", moved, measure_eager(lambda: out.exponential_().log_().neg_())
+
+
+def bench_topk_logprob() -> Iterator[tuple[str, str, int, float]]:
+    for rows in (1, 10):
+        hidden = torch.randn(rows, HIDDEN, device=DEVICE, dtype=DTYPE)
+        weight = torch.randn(DRAFT_VOCABULARY, HIDDEN, device=DEVICE, dtype=DTYPE)
+        keys = torch.arange(rows, device=DEVICE)
+        case = f"M={rows} Vd={DRAFT_VOCABULARY} H={HIDDEN} k=10"
+        yield case, "topk_logprob", weight.nbytes, measure(lambda: topk_logprob(hidden, weight, 10))
+        yield (
+            case,
+            "with noise",
+            weight.nbytes,
+            measure(lambda: topk_logprob(hidden, weight, 10, None, 1.0, 1, keys, keys)),
+        )
+        plain = measure(lambda: torch.log_softmax((hidden @ weight.T).float(), -1).topk(10, -1))
+        yield case, "torch", weight.nbytes, plain
+
+
+def bench_distill() -> Iterator[tuple[str, str, int, float]]:
+    steps, tokens = (4, 4096) if GPU else (2, 20)
+    student = torch.randn(steps, tokens, HIDDEN, device=DEVICE, dtype=DTYPE, requires_grad=True)
+    weight = (torch.randn(DRAFT_VOCABULARY, HIDDEN, device=DEVICE, dtype=DTYPE) / HIDDEN**0.5).requires_grad_()
+    teacher, rows = torch.randn(tokens, HIDDEN, device=DEVICE, dtype=DTYPE), weight.detach().clone()
+    weights = torch.full((steps, tokens), 1 / tokens, device=DEVICE)
+
+    def naive() -> None:
+        p = torch.softmax((teacher @ rows.T).float(), -1)
+        log_q = torch.log_softmax((student @ weight.T).float(), -1)
+        torch.autograd.grad(-(weights * (p * log_q).sum(-1)).sum(), (student, weight))
+
+    def fused() -> None:
+        torch.autograd.grad(distill(student, weight, teacher, rows, weights)[0], (student, weight))
+
+    forms = {"distill": fused, "torch": naive}
+    for form, run in forms.items():
+        if GPU:
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() if GPU else 0
+        duration = measure_eager(run)
+        peak = f", peak {(torch.cuda.max_memory_allocated() - before) / 2**30:.2f} GiB" if GPU else ""
+        yield f"K={steps} N={tokens} Vd={DRAFT_VOCABULARY} D={HIDDEN}{peak}", form, weight.nbytes, duration
+
+
+def bench_grouped_residual() -> Iterator[tuple[str, str, int, float]]:
+    heads = 4
+    weight = torch.randn(heads, HIDDEN, HIDDEN, device=DEVICE, dtype=DTYPE) / HIDDEN**0.5
+    bias = torch.zeros(heads, HIDDEN, device=DEVICE, dtype=DTYPE)
+    for rows in (1, 64):
+        x = torch.randn(rows, HIDDEN, device=DEVICE, dtype=DTYPE)
+        case = f"K={heads} N={rows} H={HIDDEN}"
+        yield case, "grouped_residual", weight.nbytes, measure(lambda: grouped_residual(x, weight, bias))
+        yield case, "reference", weight.nbytes, measure(lambda: reference.grouped_residual(x, weight, bias))
+
+
+BENCHMARKS = {name.removeprefix("bench_"): run for name, run in list(globals().items()) if name.startswith("bench_")}
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for kernels.json")
+    parser.add_argument("--only", nargs="*", choices=BENCHMARKS, default=list(BENCHMARKS), help="kernels to time")
+    options = parser.parse_args()
+    name = torch.cuda.get_device_name() if GPU else "cpu (tiny shapes: no speed)"
+    copy = copy_bandwidth()
+    print(f"{name}, torch {torch.__version__}, copy {copy:.0f} GB/s")
+    results = []
+    for kernel in options.only:
+        with torch.enable_grad() if kernel == "distill" else torch.no_grad():
+            for case, form, moved, duration in BENCHMARKS[kernel]():
+                speed = moved / duration / 1e6
+                results.append(Result(kernel, case, form, duration, speed, speed / copy if GPU else None))
+                share = f"{100 * speed / copy:5.1f} %" if GPU else ""
+                print(f"{kernel:17} {case:44} {form:26} {duration:9.4f} ms {share}", flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    report = {"device": name, "torch": torch.__version__, "copy_gbytes_per_second": copy}
+    report["results"] = [asdict(result) for result in results]
+    (options.out / "kernels.json").write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

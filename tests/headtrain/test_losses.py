@@ -1,0 +1,136 @@
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headtrain import losses
+from headtrain.losses import distill, kl, step_weights, teacher_logits
+from headtrain.target import Target
+from tests.tiny import VOCAB_SIZE, tiny_target
+
+K, N, D, V = 3, 17, 8, 29
+
+
+@pytest.fixture
+def case():
+    """student [K, N, D], weight [V, D], teacher's logits [N, V], weights [K, N] with zeros."""
+    g = torch.Generator().manual_seed(0)
+    student, weight, teacher = (torch.randn(*shape, generator=g) for shape in ((K, N, D), (V, D), (N, V)))
+    weights = torch.rand(K, N, generator=g) * (torch.rand(K, N, generator=g) > 0.3)
+    return student.requires_grad_(), weight.requires_grad_(), 2 * teacher, weights
+
+
+def naive(student, weight, teacher, weights):
+    """Full logits in float64, gradients by autograd: total, acceptance, gradients."""
+    student, weight = (x.detach().double().requires_grad_() for x in (student, weight))
+    p, log_q = teacher.double().softmax(-1), (student @ weight.T).log_softmax(-1)
+    total = -(weights.double() * (p * log_q).sum(-1)).sum()
+    acceptance = (torch.minimum(p, log_q.exp()).sum(-1) * (weights > 0)).sum(1)
+    return total.detach(), acceptance.detach(), *torch.autograd.grad(total, (student, weight))
+
+
+def fast(student, weight, teacher, weights, **options):
+    total, acceptance = distill(student, weight, lambda part: teacher[part], weights, **options)
+    return total.detach(), acceptance, *torch.autograd.grad(total, (student, weight))
+
+
+def close(found, expected, tolerance=2e-5) -> bool:
+    return all(
+        torch.allclose(a.double(), b.double(), tolerance, tolerance) for a, b in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 1000])
+def test_equals_full_logits_at_any_chunk(case, rows, monkeypatch):
+    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", rows * K * V)
+    assert close(fast(*case), naive(*case))
+
+
+def test_wrong_weights_and_wrong_teacher_are_seen(case):
+    student, weight, teacher, weights = case
+    assert not close(fast(student, weight, teacher, weights.roll(1, 1)), naive(*case))
+    assert not close(fast(student, weight, teacher.roll(1, 0), weights), naive(*case))
+
+
+def test_gradient_is_scaled_by_what_comes_behind(case):
+    student, weight, teacher, weights = case
+    total, _ = distill(student, weight, lambda part: teacher[part], weights)
+    found = torch.autograd.grad(total / 7, (student, weight))
+    assert close(found, [g / 7 for g in naive(*case)[2:]])
+
+
+def test_zero_weights_leave_tokens_out(case):
+    student, weight, teacher, weights = case
+    kept = weights.any(0)
+    weights = weights * (torch.arange(N) % 3 > 0)
+    total, acceptance, grad, _ = fast(student, weight, teacher, weights)
+    assert not grad[weights == 0].any() and grad[weights > 0].any(-1).all() and kept.any()
+    nothing = fast(student, weight, teacher, torch.zeros(K, N))
+    assert all(not x.any() for x in nothing)
+
+
+def test_no_tokens_at_all(case):
+    student, weight, teacher, weights = case
+    total, acceptance, grad, grad_weight = fast(student[:, :0], weight, teacher[:0], weights[:, :0])
+    assert total == 0 and not acceptance.any() and not grad_weight.any()
+
+
+def test_frozen_lm_head_gets_no_gradient(case):
+    student, weight, teacher, weights = case
+    total, _ = distill(student, weight.detach(), lambda part: teacher[part], weights)
+    (grad,) = torch.autograd.grad(total, student)
+    assert close([total, grad], [naive(*case)[0], naive(*case)[2]])
+
+
+def test_another_loss_goes_the_general_way(case, monkeypatch):
+    monkeypatch.setitem(losses.LOSSES, "same", lambda log_q, p: kl(log_q, p))
+    assert close(fast(*case, loss="same"), naive(*case))
+
+
+def test_half_precision_under_autocast(case):
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fast(*case)
+    assert close(found, naive(*case), 5e-2)
+    assert found[2].dtype == found[3].dtype == torch.float32
+
+
+class Largest(TorchDispatchMode):
+    """Records the most elements of any tensor that an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return out
+
+
+@pytest.mark.parametrize("rows, small", [(2, True), (N, False)])
+def test_no_tensor_of_tokens_times_vocabulary(case, rows, small, monkeypatch):
+    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", rows * K * V)
+    student, weight, teacher, weights = case
+    hidden, rows_of_target = torch.randn(N, D), torch.randn(V, D)
+    with Largest() as largest:
+        total, _ = distill(student, weight, lambda part: hidden[part] @ rows_of_target.T, weights)
+        total.backward()
+    assert (largest.elements < N * V) == small, largest.elements
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere"])
+def test_teacher_is_the_target_renormalised_on_the_draft_vocabulary(family):
+    target = Target(tiny_target(family))
+    vocabulary = torch.tensor([1, 4, 9, 50, 100])
+    ids = torch.randint(VOCAB_SIZE, (1, 9), generator=torch.Generator().manual_seed(0))
+    hidden = target.model.base_model(input_ids=ids)[0][0]
+    logits = target.model(input_ids=ids).logits[0]
+    part = slice(2, 7)
+    whole = teacher_logits(target, hidden, None)(part)
+    reduced = teacher_logits(target, hidden, vocabulary)(part)
+    torch.testing.assert_close(whole, logits[part])
+    p = logits[part].softmax(-1)[:, vocabulary]
+    torch.testing.assert_close(reduced.softmax(-1), p / p.sum(-1, keepdim=True))
+
+
+def test_step_weights():
+    torch.testing.assert_close(step_weights(4, 0.8), torch.tensor([1.0, 0.8, 0.64, 0.512]))
