@@ -52,16 +52,17 @@ class Target:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"target.model: no tokenizer in {model} ({first_line(error)}); save one there") from error
         try:
-            loaded, found = AutoModelForCausalLM.from_pretrained(
+            result: Any = AutoModelForCausalLM.from_pretrained(
                 model, dtype=DTYPES[dtype], output_loading_info=True, **options
             )
+            loaded, found = result
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise UserError(f"target.model: cannot load {model} ({first_line(error)})") from error
         if missing := sorted(found["missing_keys"]):  # transformers would fill them with random numbers
             raise UserError(
                 f"target.model: {model} lacks {len(missing)} weights, such as {missing[0]}; give a complete folder"
             )
-        return cls(loaded.to(torch.device(device)), tokenizer, name=model)  # type: ignore[arg-type]
+        return cls(loaded.to(torch.device(device)), tokenizer, name=model)
 
     @property
     def embedding(self) -> nn.Embedding:
