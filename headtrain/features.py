@@ -113,10 +113,10 @@ def describe(dataset: Dataset, target: Target, layers: Sequence[int]) -> dict[st
     """The manifest: everything the stored states depend on."""
     return {
         "format": 1,
+        "dtype": str(target.dtype).removeprefix("torch."),  # before the target, whose hash it changes
         "target": fingerprint(target),
         "data": dataset.fingerprint,  # covers tokenizer, template, settings and content
         "layers": list(layers),
-        "dtype": str(target.dtype).removeprefix("torch."),
         "rows": len(dataset),
         "tokens": len(dataset.ids),
         "hidden_size": target.hidden_size,
