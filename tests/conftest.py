@@ -1,4 +1,9 @@
 import os
+import shutil
+
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny: more threads only wait for each other
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
