@@ -1,7 +1,7 @@
 """Trees of drafted tokens and the plans by which they grow.
 
 A plan says how many children each node gets. `Chain` and `Static` trees have one shape for all steps; a `Dynamic` tree
-follows the draft's own probabilities (expand and rerank, EAGLE-2, arXiv 2406.16858).
+follows the draft's own probabilities (expand and rerank, arXiv 2406.16858).
 """
 
 from __future__ import annotations

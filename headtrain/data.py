@@ -343,8 +343,8 @@ def _generated(
 ) -> list[tuple[int, int]]:
     """`span` narrowed to what the template itself marks with `{% generation %}`, where it does.
 
-    A mark of nothing or of everything is a template's mistake and is ignored. A mark that reaches the end of the reply
-    takes the end-of-turn token in, which some templates leave outside.
+    A mark of nothing is a template's mistake and is ignored; one that begins too early, as a mark of everything does, is
+    cut. A mark that reaches the end of the reply takes the end-of-turn token in, which some templates leave outside.
     """
     template = tokenizer.get_chat_template()
     if not re.search(r"{%-?\s*generation\s*-?%}", template):
@@ -357,9 +357,7 @@ def _generated(
         return_assistant_tokens_mask=True,
         **{**tokenizer.special_tokens_map, **template_kwargs},
     )
-    (text,), (marks,) = rendered
-    if sum(end - start for start, end in marks) >= len(text):
-        return [span]
+    _, (marks,) = rendered
     clipped = [(max(start, span[0]), span[1] if end >= reply_end else end) for start, end in marks]
     return [(start, end) for start, end in clipped if start < end] or [span]
 

@@ -252,3 +252,17 @@ def _wrap(backend: Tokenizer, style: Style) -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = style.template
     return tokenizer
+
+
+# The GPT-2 byte alphabet: printable bytes stand for themselves, the others for code points from 256 on.
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTE_OF = {chr(byte): byte for byte in PRINTABLE}
+BYTE_OF |= {chr(256 + index): byte for index, byte in enumerate(byte for byte in range(256) if byte not in PRINTABLE)}
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerFast, token: int) -> bytes:
+    """What a token of a `byte_tokenizer` stands for."""
+    added = tokenizer.added_tokens_decoder.get(token)
+    if added is not None:
+        return str(added).encode()
+    return bytes(BYTE_OF[char] for char in tokenizer.convert_ids_to_tokens(token))

@@ -93,9 +93,8 @@ class Medusa(Head):
     def loss(self, batch: Batch, target: Target) -> HeadLoss:
         """Sum over heads of decay^i times the cross entropy with the target, renormalised on the draft vocabulary."""
         b, j = batch.loss_mask[:, 2:].nonzero(as_tuple=True)  # the target at position j + 1 teaches the token at j + 2
-        queries = (
-            j - torch.arange(self.num_heads, device=j.device)[:, None]
-        )  # [K, N]: position whose head i predicts it
+        # [K, N]: the position whose head i predicts the token
+        queries = j - torch.arange(self.num_heads, device=j.device)[:, None]
         known = queries >= 0
         student = torch.stack(  # [K, N, H]
             [self.states(i, batch.features[b, queries[i].clamp(min=0)]) for i in range(self.num_heads)]

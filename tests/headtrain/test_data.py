@@ -21,7 +21,7 @@ from headtrain.data import (
     prompt_ids,
 )
 from headtrain.recipe import DataConfig
-from tests.templates import OPENED, STYLES, Style, byte_tokenizer, piece_tokenizer, thinking
+from tests.templates import OPENED, STYLES, Style, byte_tokenizer, piece_tokenizer, thinking, token_bytes
 
 ROLES = {"u": "user", "a": "assistant", "s": "system"}
 
@@ -43,19 +43,6 @@ def one_line(error) -> str:
     text = str(error.value)
     assert text and "\n" not in text, text
     return text
-
-
-# The GPT-2 byte alphabet: printable bytes stand for themselves, the others for code points from 256 on.
-PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-BYTE_OF = {chr(byte): byte for byte in PRINTABLE}
-BYTE_OF |= {chr(256 + index): byte for index, byte in enumerate(byte for byte in range(256) if byte not in PRINTABLE)}
-
-
-def token_bytes(tokenizer, token: int) -> bytes:
-    added = tokenizer.added_tokens_decoder.get(token)
-    if added is not None:
-        return str(added).encode()
-    return bytes(BYTE_OF[char] for char in tokenizer.convert_ids_to_tokens(token))
 
 
 def check(tokenizer, rows: list[Encoded], expected) -> None:
@@ -217,6 +204,16 @@ def test_end_token_that_swallows_whitespace():
     assert row.ids == tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
     trained = [token for token, bit in zip(row.ids, row.mask, strict=True) if bit]
     assert tokenizer.decode(trained) == "two<|end|>four<|end|>"
+
+
+def test_only_the_reply_ends_with_the_swallowing_token():
+    tokenizer = byte_tokenizer.__wrapped__("plain", rstrip=True)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "strip() +", "strip() + ('</s>' if message['role'] == 'assistant' else '') +"
+    )
+    (row,) = encode(tokenizer, TALKS["single"])
+    assert row.ids == tokenizer.apply_chat_template(TALKS["single"], return_dict=True)["input_ids"]
+    assert row.mask[-1] == 1 and tokenizer.decode(row.ids[-1:]) == "</s>"
 
 
 def test_normalizing_tokenizer_is_counted(tmp_path):
@@ -586,7 +583,7 @@ def test_epochs_and_seeds_differ_and_padding_is_small():
     assert len(together[0] & together[1]) < 0.05 * len(together[0])
     area = sum(len(rows) * max(lengths[row] for row in rows) for rows in epochs[0])
     assert sum(lengths) / area > 0.95
-    sizes = [max(lengths[row] for row in rows) for rows in epochs[0]]
+    sizes = [lengths[rows[-1]] for rows in epochs[0]]
     assert abs(np.corrcoef(sizes[:-1], sizes[1:])[0, 1]) < 0.2  # not sorted by length
 
 
