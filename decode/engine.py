@@ -289,7 +289,8 @@ class Engine:
         return frozenset([stops] if isinstance(stops, int) else stops)
 
     def _check_prompts(self, prompts: list[list[int]], limit: int) -> None:
-        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        context = self.forward.context
+        self._check_rotary([len(prompt) for prompt in prompts], limit)
         for number, prompt in enumerate(prompts):
             if not prompt:
                 raise UserError(f"prompt {number}: it is empty; give at least one token")
@@ -302,6 +303,19 @@ class Engine:
                 raise UserError(
                     f"prompt {number}: a token id is outside the target's vocabulary of {self.forward.vocab_size}"
                 )
+
+    def _check_rotary(self, lengths: list[int], limit: int) -> None:
+        """A rotary embedding that changes at some length rotates cached keys and new ones differently there."""
+        rotary = getattr(self.model.config.get_text_config(), "rope_parameters", None) or {}
+        if rotary.get("rope_type") != "longrope":
+            return
+        change = rotary["original_max_position_embeddings"]
+        ahead = limit + (self.plan.depth if self.draft and self.plan else 0)
+        if min(lengths) <= change < max(lengths) + ahead:
+            raise UserError(
+                f"prompts: the target's rotary embedding changes at {change} tokens; keep all prompts with their replies"
+                f" (and {ahead - limit} guesses) below it, or all prompts above it"
+            )
 
 
 def _in_order(plan: Plan | None) -> bool:

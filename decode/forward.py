@@ -23,7 +23,9 @@ class Forward:
         self.model: Any = model
         self.capture = Capture(model, layers) if layers else None
         self.device: torch.device = model.get_input_embeddings().weight.device
-        self.vocab_size = model.config.get_text_config().vocab_size
+        config = model.config.get_text_config()
+        self.vocab_size = config.vocab_size
+        self.context: int | None = getattr(config, "max_position_embeddings", None)
         # transformers 5.24 renamed the argument
         parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
         self.cache_name = "cache" if "cache" in parameters else "past_key_values"
@@ -54,6 +56,9 @@ class Forward:
         start, end = cache.open(m, n - m)
         visibility = Visibility(cache.lengths, depths, ancestors, start, end)
         positions = cache.lengths[:, None] + depths[:, n - m :]
+        if self.context is not None and end > self.context:
+            # Only guesses behind the end of a reply lie past the context; they are never kept.
+            positions = positions.clamp(max=self.context - 1)
         logits, features = self._run(cache, tokens, positions, visibility, keep)
         if logits.device.type == "cpu" and math.isnan(float(logits.sum())):
             # An invisible slot may hold NaN, and SDPA multiplies it with 0; the kernels for a GPU never read it.

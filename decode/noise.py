@@ -149,7 +149,11 @@ def gumbel(
 
 def uniform(seed: int, sequence: int | Tensor, position: Tensor, lanes: Tensor, stream: int | Tensor) -> Tensor:
     """float64 [.., N] strictly between 0 and 1, for positions [..] and lane numbers [N]."""
-    return (_lshr(bits(seed, sequence, position, lanes, stream), 12).double() + 0.5) * 2.0**-52
+    return _uniform_of(bits(seed, sequence, position, lanes, stream))
+
+
+def _uniform_of(words: Tensor) -> Tensor:
+    return (_lshr(words, 12).double() + 0.5) * 2.0**-52
 
 
 class Noise:
@@ -217,10 +221,9 @@ class Noise:
 
         return noise
 
-    def uniform(self, positions: Tensor, lanes: Tensor, stream: int, index: Tensor | None = None) -> Tensor:
+    def uniform(self, positions: Tensor, lanes: Tensor, stream: int) -> Tensor:
         """float64 [B, N] strictly between 0 and 1, for positions [B] and lane numbers [N]."""
-        hashes = bits_of(self._keys(positions[:, None], stream, index)[:, 0], _mix(lanes * GOLDEN + GOLDEN))
-        return (_lshr(hashes, 12).double() + 0.5) * 2.0**-52
+        return _uniform_of(bits(self.seed, self.sequences, positions, lanes, stream))
 
     def _keys(self, positions: Tensor, stream: int, index: Tensor | None) -> Tensor:
         full = stream if index is None else index * NUM_STREAMS + stream

@@ -92,6 +92,7 @@ def describe_head(head: Head, family: str, target: Target) -> dict[str, Any]:
         "head": head.config.model_dump(mode="json"),
         "layers": list(head.target_layers),
         "target": describe_target(target),
+        "template_kwargs": target.template_kwargs,
     }
 
 

@@ -153,13 +153,12 @@ def generate(
     """Stream an answer."""
     from decode.engine import Engine
     from decode.settings import Settings
-    from headtrain.data import prompt_ids
     from headtrain.evaluate import fit_plan, load_plan, open_head
 
     settings = Settings(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, rule=rule)
     loaded, model = open_head(head, target, dtype)
     engine = Engine(model.model, loaded, fit_plan(load_plan(head, loaded), rule), model.tokenizer)
-    ids = prompt_ids(model.tokenizer, [{"role": "user", "content": prompt}])
+    ids = model.prompt_ids([{"role": "user", "content": prompt}])
     tokens: list[int] = []
     shown = 0
     for new in engine.stream(ids, settings):

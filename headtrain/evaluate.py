@@ -24,7 +24,7 @@ from decode.noise import Noise
 from decode.settings import Settings
 from decode.tree import Chain, Dynamic, Plan, from_dict
 from headtrain.checkpoint import load_head, read_config, write_text
-from headtrain.data import load_prompts, prompt_ids
+from headtrain.data import load_prompts
 from headtrain.heads.base import Head
 from headtrain.recipe import EvalConfig
 from headtrain.target import Target
@@ -68,9 +68,11 @@ def fit_plan(plan: Plan, rule: str | None) -> Plan:
 
 def open_head(folder: Path, model: str | None, dtype: str, device: str | None = None) -> tuple[Head, Target]:
     """A saved head with its target: the folder or Hub name it was trained on, unless `model` names another place."""
-    name = model or read_config(folder)["target"]["name"]
+    config = read_config(folder)
+    name = model or config["target"]["name"]
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     target = Target.load(name, dtype, device=device)
+    target.template_kwargs = config.get("template_kwargs", {})
     return load_head(folder, target), target
 
 
@@ -79,7 +81,7 @@ def quick_acceptance(head: Head, target: Target, config: EvalConfig) -> dict[str
     assert config.prompts is not None
     engine = Engine(target.model, head, default_plan(head), target.tokenizer)
     settings = Settings(max_new_tokens=config.max_new_tokens, temperature=config.temperature)
-    prompts = [prompt_ids(target.tokenizer, messages) for messages in load_prompts(config.prompts, config.limit)]
+    prompts = [target.prompt_ids(messages) for messages in load_prompts(config.prompts, config.limit)]
     outputs = [engine.generate([ids], settings)[0] for ids in prompts]
     return {
         "acceptance_length": acceptance_length(outputs),
@@ -100,7 +102,7 @@ def evaluate(
     """The report (see README) of a head over prompt sets: names of files or data sets with prompts."""
     plan = fit_plan(plan, settings.rule)
     settings = replace(settings, ignore_eos=True)
-    prompts = {name: [prompt_ids(target.tokenizer, m) for m in load_prompts(name, limit)] for name in sets}
+    prompts = {name: [target.prompt_ids(m) for m in load_prompts(name, limit)] for name in sets}
     for name, rows in prompts.items():
         if not rows:
             raise UserError(f"--prompts: {name} has no prompts")

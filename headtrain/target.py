@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from decode.capture import Capture
 from decode.errors import UserError
+from headtrain.data import prompt_ids
 
 DTYPES: dict[str, Any] = {
     "bfloat16": torch.bfloat16,
@@ -23,10 +24,13 @@ FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 class Target:
     """A frozen causal language model with its tokenizer (None for a target that only tests use)."""
 
-    def __init__(self, model: Any, tokenizer: Any = None, name: str = ""):
+    def __init__(
+        self, model: Any, tokenizer: Any = None, name: str = "", template_kwargs: dict[str, Any] | None = None
+    ):
         self.model: Any = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
+        self.template_kwargs = template_kwargs or {}  # variables of the chat template that the head was trained with
         self.config: Any = self.model.config.get_text_config()
         self.num_layers: int = self.config.num_hidden_layers
         self.hidden_size: int = self.config.hidden_size
@@ -43,7 +47,8 @@ class Target:
         """Load from a folder or a Hub name. Raises UserError when the folder lacks a config, weights or a tokenizer."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        folder = Path(model)
+        folder = Path(model).expanduser()
+        model = str(folder) if folder.exists() else model
         if folder.exists() and not (folder / "config.json").is_file():
             raise UserError(f"target.model: {model} has no config.json; give a transformers model folder or a Hub name")
         options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -107,6 +112,10 @@ class Target:
         if cap := getattr(self.config, "final_logit_softcapping", None):
             logits = torch.tanh(logits / cap) * cap
         return logits
+
+    def prompt_ids(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation up to and including the generation prompt."""
+        return prompt_ids(self.tokenizer, messages, self.template_kwargs)
 
     @torch.no_grad()
     def features(self, input_ids: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:

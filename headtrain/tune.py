@@ -20,7 +20,6 @@ from decode.settings import Settings
 from decode.tree import Dynamic, Tree
 from decode.verify import Verdict
 from headtrain.checkpoint import write_text
-from headtrain.data import prompt_ids
 from headtrain.evaluate import PLAN, device_name
 from headtrain.heads.base import Head
 from headtrain.target import Target
@@ -73,7 +72,7 @@ def tune(
     note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """The plan of the highest predicted tokens per second, with what it was chosen from."""
-    ids = [prompt_ids(target.tokenizer, [{"role": "user", "content": text}]) for text in prompts]
+    ids = [target.prompt_ids([{"role": "user", "content": text}]) for text in prompts]
     depth = min(6, head.max_depth or 6)
     note("measuring step times")
     costs = measure_costs(head, target, ids[0], depth)

@@ -83,8 +83,7 @@ def sampled_reference(s: Row, rule: str) -> tuple[list[int], int]:
             else:
                 p = _normal([max(mass - q[y], 0.0) for y, mass in enumerate(p)]) or p
             if rule == "rejection":
-                left = [0.0 if y == x else mass for y, mass in enumerate(q)]
-                q = _normal(left) or left
+                q = _normal([0.0 if y == x else mass for y, mass in enumerate(q)]) or [0.0] * len(q)
         if accepted is None:
             return path, _invert(p, s.final(depth))
         path.append(accepted)

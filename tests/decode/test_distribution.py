@@ -172,7 +172,7 @@ def wrong_rejection(kind: str):
         else:
             left = verify._residual(p, q)
         kept = kind == "token stays in q"
-        return torch.where(turned, left, p), q if kept else verify._without(q, x, turned, exhausted=True)
+        return torch.where(turned, left, p), q if kept else verify._without(q, x, turned)
 
     def rule(tree: Tree, logits: Tensor, noise: Noise, positions: Tensor, vocabulary: Tensor | None) -> Verdict:
         return verify._sample(tree, verify.Given(logits), noise, positions, vocabulary, reject)

@@ -120,6 +120,22 @@ def test_draft_columns_get_the_noise_of_their_target_ids() -> None:
     assert not torch.equal(own, full)
 
 
+def test_the_batch_object_draws_what_the_functions_draw() -> None:
+    sequences, positions = torch.tensor([4, 9]), torch.tensor([[3, 5], [5, 6]])
+    one, lanes = Noise(6, sequences), torch.tensor([0, 7, 1024])
+    got = one.uniform(positions[:, 0], lanes, ACCEPT)
+    assert torch.equal(got, uniform(6, sequences, positions[:, 0], lanes, ACCEPT))
+    index = torch.tensor([0, 1])
+    got = one.gumbel(positions, 30, DRAFT, index)
+    assert torch.equal(got, gumbel(6, sequences[:, None], positions, 30, DRAFT + 4 * index))
+
+
+def test_no_two_uses_of_a_position_share_a_key() -> None:
+    one, at = Noise(0, [0]), torch.tensor([[3]])
+    uses = [one._keys(at, stream, torch.tensor([index])) for stream in range(4) for index in range(300)]
+    assert len({int(key) for key in uses}) == 1200
+
+
 def test_cache_is_bounded_and_shared_by_selected_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Noise(0, [0, 1])
     for t in range(100):

@@ -156,6 +156,12 @@ def test_temperature_zero_samples_nothing_but_keeps_penalties() -> None:
     assert got.tolist() == [[1.0, 2.0, 1.5]]
 
 
+def test_penalties_are_computed_in_float32() -> None:
+    scores, ids = torch.randn(1, SIZE).bfloat16(), torch.tensor([[2, 3, 4]])
+    processors = Processors(repetition_penalty=1.3)
+    assert torch.equal(processors(ids, scores, 1), processors(ids, scores.float(), 1))
+
+
 def test_warp_takes_any_leading_shape_and_dtype() -> None:
     scores = torch.randn(2, 3, SIZE)
     processors = Processors(temperature=0.5, top_k=4)

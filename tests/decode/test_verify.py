@@ -16,7 +16,7 @@ from decode import verify
 from decode.errors import UserError
 from decode.noise import Noise
 from decode.tree import Tree
-from decode.verify import RULES, TYPICAL_ALPHA, TYPICAL_THRESHOLD, Given, Verdict, check_rule, follow
+from decode.verify import RULES, TYPICAL_ALPHA, TYPICAL_THRESHOLD, Given, Verdict, check_rule, follow, gumbel_choices
 from tests.decode.enumeration import (
     block_reference,
     block_vectorised,
@@ -179,20 +179,25 @@ def test_only_visited_nodes_are_read(name: str) -> None:
         assert read == verdict.path[0, : verdict.count[0] + 1].tolist()
 
 
-def test_follow_agrees_with_the_walk() -> None:
-    """The form for accelerators, on trees without twins."""
+@pytest.mark.parametrize("name", ["greedy", "gumbel"])
+def test_the_form_for_accelerators_agrees_with_the_walk(name: str) -> None:
+    """On trees without twins, where most children carry their parent's choice; bounds on the depth loose and tight."""
+    generator = torch.Generator().manual_seed(0)
     for seed in range(20):
-        tree, logits, noise, positions, vocabulary = random_case(seed, 10, 9, 40, 40, False)
-        tree = replace(tree, tokens=torch.rand(10, 40).argsort(-1)[:, :9])
-        choices = logits.argmax(-1)
-        hit = torch.rand(10, 9) < 0.7  # most children carry their parent's choice
-        tree.tokens.copy_(torch.where(hit, choices.gather(1, tree.parents.clamp(min=0)), tree.tokens))
-        twins = (tree.parents[:, :, None] == tree.parents[:, None]) & (tree.tokens[:, :, None] == tree.tokens[:, None])
+        tree, logits, noise, positions, _ = random_case(seed, 10, 9, 40, 40, False)
+        if seed % 2:
+            tree = replace(tree, max_depth=int(tree.depths.max()))
+        choices = gumbel_choices(tree, logits, noise, positions) if name == "gumbel" else logits.argmax(-1)
+        tokens = torch.rand(10, 40, generator=generator).argsort(-1)[:, :9]
+        hit = torch.rand(10, 9, generator=generator) < 0.7
+        tokens = torch.where(hit, choices.gather(1, tree.parents.clamp(min=0)), tokens)
+        twins = (tree.parents[:, :, None] == tree.parents[:, None]) & (tokens[:, :, None] == tokens[:, None])
         first = ~(twins & torch.ones(9, 9, dtype=torch.bool).tril(-1)).any(-1)
-        tree = replace(tree, valid=~(tree.ancestors & ~(tree.valid & first)[:, None]).any(-1))
-        walk, jump = RULES["greedy"].verify(tree, logits, noise, positions, None), follow(tree, choices)
+        valid = ~(tree.ancestors & ~(tree.valid & first)[:, None]).any(-1)
+        tree = replace(tree, tokens=tokens, valid=valid)
+        walk, jump = RULES[name].verify(tree, logits, noise, positions, None), follow(tree, choices)
         assert torch.equal(walk.path, jump.path) and torch.equal(walk.token, jump.token)
-        assert torch.equal(walk.count, jump.count)
+        assert torch.equal(walk.count, jump.count) and int(walk.count.sum()) > 0
 
 
 def star(tokens: list[int], q: Tensor | None = None, valid: list[bool] | None = None) -> Tree:
@@ -318,6 +323,15 @@ def test_gumbel_draws_by_depth_and_in_float32() -> None:
     tree = Tree(tokens, parents, depths, ancestors, torch.zeros(batch, 3), valid)
     verdict = RULES["gumbel"].verify(tree, logits, noise, positions, None)
     assert verdict.count.tolist() == [2] * batch and torch.equal(verdict.token, choice[:, 2])
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_laws_are_computed_in_float64_whatever_the_logits(name: str) -> None:
+    tree, logits, noise, positions, vocabulary = random_case(8, 200, 6, 8, 8, False, chain=True)
+    logits = logits.bfloat16()
+    coarse = RULES[name].verify(tree, logits, noise, positions, vocabulary)
+    fine = RULES[name].verify(tree, logits.double(), noise, positions, vocabulary)
+    assert torch.equal(coarse.path, fine.path) and torch.equal(coarse.token, fine.token)
 
 
 def test_first_of_equal_logits_wins() -> None:
