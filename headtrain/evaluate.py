@@ -24,7 +24,8 @@ from decode.noise import Noise
 from decode.settings import Settings
 from decode.tree import Chain, Dynamic, Plan, from_dict
 from headtrain.checkpoint import load_head, read_config, write_text
-from headtrain.data import load_prompts
+from headtrain.data import Dataset, batches, load_prompts
+from headtrain.features import OnlineFeatures
 from headtrain.heads.base import Head
 from headtrain.recipe import EvalConfig
 from headtrain.target import Target
@@ -87,6 +88,19 @@ def quick_acceptance(head: Head, target: Target, config: EvalConfig) -> dict[str
         "acceptance_length": acceptance_length(outputs),
         "acceptance_by_depth": acceptance_by_depth(outputs),
     }
+
+
+@torch.no_grad()
+def held_out_loss(head: Head, target: Target, dataset: Dataset, batch_tokens: int) -> dict[str, Any]:
+    """Mean loss in nats per trained token, and acceptance by depth as in training, over a held-out data set."""
+    features = OnlineFeatures(dataset, target, head.target_layers)
+    total, tokens, acceptance, counts = 0.0, 0.0, torch.zeros(()), torch.zeros(())
+    for rows in batches(dataset, batch_tokens, seed=0, epoch=0):
+        batch = features.batch(rows)
+        out = head.loss(batch, target)
+        total, tokens = total + float(out.total), tokens + float(head.tokens(batch.loss_mask))
+        acceptance, counts = acceptance + out.acceptance.cpu(), counts + out.counts.cpu()
+    return {"eval_loss": total / max(1.0, tokens), "eval_acceptance": (acceptance / counts.clamp(min=1)).tolist()}
 
 
 def evaluate(

@@ -45,6 +45,7 @@ def train(recipe: Recipe) -> Path:
     dataset = build_dataset(recipe.data, target.tokenizer, progress=accelerator.is_main_process)
     torch.manual_seed(recipe.train.seed)
     head = build_head(recipe, target, dataset).to(accelerator.device)
+    target.template_kwargs = dict(recipe.data.template_kwargs)
     return Trainer(recipe, run, accelerator, target, dataset, head).train()
 
 
@@ -114,6 +115,9 @@ class Trainer:
         self.recipe, self.run, self.accelerator = recipe, run, accelerator
         self.target, self.dataset, self.head = target, dataset, head
         config = recipe.train
+        self.held_out = (
+            build_dataset(recipe.data, target.tokenizer, "eval", progress=False) if recipe.data.eval else None
+        )
         self.features = open_features(dataset, target, head.target_layers, recipe.data.cache)
         optimizer = torch.optim.AdamW(_parameter_groups(head, config), lr=config.learning_rate, betas=config.betas)
         self.model, self.optimizer = accelerator.prepare(LossModule(head, target), optimizer)
@@ -227,13 +231,17 @@ class Trainer:
         }
 
     def _measure(self) -> dict[str, Any]:
-        """Acceptance length by decoding held-out prompts with the head as it is; empty where the recipe names none."""
-        numbers: dict[str, Any] = {}
-        if self.recipe.eval.prompts is not None and self.accelerator.is_main_process:
-            from headtrain.evaluate import quick_acceptance
+        """Loss on held-out conversations and acceptance length on held-out prompts; empty where the recipe names none."""
+        from headtrain.evaluate import held_out_loss, quick_acceptance
 
+        numbers: dict[str, Any] = {}
+        if self.accelerator.is_main_process:
             self.head.eval()
-            numbers = quick_acceptance(self.head, self.target, self.recipe.eval)
+            if self.held_out is not None:
+                with self.accelerator.autocast():
+                    numbers |= held_out_loss(self.head, self.target, self.held_out, self.recipe.train.batch_tokens)
+            if self.recipe.eval.prompts is not None:
+                numbers |= quick_acceptance(self.head, self.target, self.recipe.eval)
             self.head.train()
         self.accelerator.wait_for_everyone()
         return numbers

@@ -1,0 +1,46 @@
+"""Acceptance and parity against numbers worked out by hand."""
+
+import pytest
+import torch
+
+from decode.engine import Output
+from decode.metrics import TOLERANCE, Parity, acceptance_by_depth, acceptance_length, compare
+
+
+def test_acceptance_by_hand():
+    """Five steps accept 0, 2, 1, 2 and 3 drafts: 8 + 5 bonus tokens in 5 forwards."""
+    outputs = [Output(accepted=[0, 2, 1]), Output(accepted=[2, 3]), Output()]
+    assert acceptance_length(outputs) == pytest.approx(13 / 5)
+    assert acceptance_by_depth(outputs) == pytest.approx([4 / 5, 3 / 4, 1 / 3])
+
+
+def test_no_steps():
+    assert acceptance_length([Output()]) == 0.0
+    assert acceptance_by_depth([]) == []
+
+
+def never(_: int) -> float:
+    raise AssertionError("equal replies need no margin")
+
+
+def test_compare_counts_where_replies_part():
+    asked = []
+
+    def margin(value):
+        return lambda at: asked.append(at) or value
+
+    assert compare([1, 2, 3], [1, 2, 3], never, torch.float32) == Parity(1, 1, 0, 0)
+    assert compare([1, 2, 3], [1, 9, 3], margin(0.0), torch.float32) == Parity(1, 0, 1, 0)
+    assert compare([1, 2, 3], [1, 9, 3], margin(0.1), torch.float32) == Parity(1, 0, 0, 1)
+    assert compare([1, 2, 3], [1, 9, 3], margin(0.1), torch.bfloat16) == Parity(1, 0, 1, 0)
+    assert compare([1, 2, 3], [1, 2], margin(0.5), torch.bfloat16) == Parity(1, 0, 0, 1)
+    assert asked == [1, 1, 1, 2]
+
+
+def test_a_reply_that_is_too_long_is_no_near_tie():
+    assert compare([1, 2], [1, 2, 3], never, torch.bfloat16) == Parity(1, 0, 0, 1)
+
+
+def test_parity_adds_up():
+    assert Parity(1, 1, 0, 0) + Parity(2, 0, 1, 1) == Parity(3, 1, 1, 1)
+    assert set(TOLERANCE) == {torch.float32, torch.bfloat16, torch.float16}
