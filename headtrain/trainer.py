@@ -25,6 +25,7 @@ from headtrain.checkpoint import (
     save_head,
 )
 from headtrain.data import Dataset, batches, build_dataset
+from headtrain.evaluate import held_out_loss, quick_acceptance
 from headtrain.features import open_features
 from headtrain.heads.base import Batch, Head, HeadLoss, load_family
 from headtrain.progress import Progress
@@ -232,8 +233,6 @@ class Trainer:
 
     def _measure(self) -> dict[str, Any]:
         """Loss on held-out conversations and acceptance length on held-out prompts; empty where the recipe names none."""
-        from headtrain.evaluate import held_out_loss, quick_acceptance
-
         numbers: dict[str, Any] = {}
         if self.accelerator.is_main_process:
             self.head.eval()

@@ -1,0 +1,121 @@
+"""The report of a head on a tiny target: every figure follows from what was decoded."""
+
+import json
+
+import pytest
+import torch
+
+from decode.errors import UserError
+from decode.settings import Settings
+from decode.tree import Chain, Dynamic
+from headtrain import evaluate as module
+from headtrain.data import build_dataset
+from headtrain.evaluate import evaluate, fit_plan, held_out_loss, load_plan, margin, open_head, write_report
+from headtrain.features import OnlineFeatures
+from headtrain.heads.base import load_family
+from headtrain.recipe import DataConfig
+from headtrain.trainer import train
+from tests.folders import make_recipe
+
+REPORT_KEYS = {
+    "head", "target", "device", "dtype", "versions", "date", "settings", "definitions", "sets", "mean",
+}  # fmt: skip
+SET_KEYS = {
+    "name", "prompts", "new_tokens", "acceptance_length", "acceptance_by_depth", "tokens_per_second", "baseline",
+    "speedup", "step_ms", "parity",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def head_folder(target_folder, chats, tmp_path_factory):
+    return train(make_recipe(target_folder, chats, tmp_path_factory.mktemp("run") / "run", steps=6, save_every=6))
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "asks.jsonl"
+    rows = [{"messages": [{"role": "user", "content": text}]} for text in ("the tree", "rain falls", "old stones")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_report(head_folder, prompts, temperature, tmp_path):
+    head, target = open_head(head_folder, None, "float32")
+    settings = Settings(max_new_tokens=20, temperature=temperature)
+    report = evaluate(head_folder, head, target, [str(prompts)], 2, settings, Dynamic(2, 2, 5))
+    assert report.keys() == REPORT_KEYS
+    (row,) = report["sets"]
+    assert row.keys() == SET_KEYS
+    assert (row["name"], row["prompts"], row["new_tokens"]) == ("asks", 2, 40)
+    assert row["parity"] == {"compared": 2, "identical": 2, "near_ties": 0, "mismatches": 0}
+    assert row["speedup"]["engine"] == pytest.approx(row["tokens_per_second"] / row["baseline"]["engine"])
+    assert 1 <= row["acceptance_length"] <= 3
+    assert report["mean"]["acceptance_length"] == row["acceptance_length"]
+    assert report["settings"]["rule"] == ("greedy" if temperature == 0 else "gumbel")
+    assert json.loads(write_report(report, tmp_path / "out").read_text()) == report
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.json"]
+
+
+def test_a_wrong_reply_is_a_mismatch(head_folder, prompts, monkeypatch):
+    """Negative control: the engine with the head keeps tokens that the target never chose."""
+    head, target = open_head(head_folder, None, "float32")
+    right = module.Engine._take
+
+    def wrong(self, run, b, tokens):
+        return right(self, run, b, tokens if self.draft is None else [5] * len(tokens))
+
+    monkeypatch.setattr(module.Engine, "_take", wrong)
+    report = evaluate(head_folder, head, target, [str(prompts)], 1, Settings(max_new_tokens=12), Chain(2))
+    assert report["sets"][0]["parity"]["mismatches"] == 1
+
+
+def test_margin_is_the_gap_of_the_choice(head_folder):
+    _, target = open_head(head_folder, None, "float32")
+    ids = target.prompt_ids([{"role": "user", "content": "rain"}])
+    logits = target.model(torch.tensor([ids])).logits[0, -1]
+    logits[target.model.generation_config.eos_token_id] = -torch.inf
+    best = logits.topk(2).values
+    assert margin(target, ids, [9, 9], Settings(), 0) == pytest.approx(float(best[0] - best[1]), abs=1e-5)
+    assert margin(target, ids, [9, 9], Settings(temperature=1.0), 0) != pytest.approx(float(best[0] - best[1]))
+
+
+def test_held_out_loss_is_the_mean_over_all_tokens(head_folder, chats):
+    head, target = open_head(head_folder, None, "float32")
+    dataset = build_dataset(DataConfig(train=(str(chats),)), target.tokenizer, progress=False)
+    numbers = held_out_loss(head, target, dataset, batch_tokens=64)
+    batch = OnlineFeatures(dataset, target, head.target_layers).batch(range(len(dataset)))
+    out = head.loss(batch, target)
+    assert numbers["eval_loss"] == pytest.approx(float(out.total.detach() / head.tokens(batch.loss_mask)), rel=1e-4)
+    assert numbers["eval_acceptance"] == pytest.approx((out.acceptance / out.counts).tolist(), rel=1e-4)
+
+
+def test_plans(head_folder, tmp_path):
+    head, _ = open_head(head_folder, None, "float32")
+    assert load_plan(tmp_path, head) == module.default_plan(head)
+    (tmp_path / "tree.json").write_text('{"plan": {"kind": "chain", "depth": 3}}')
+    assert load_plan(tmp_path, head) == Chain(3)
+    assert fit_plan(Dynamic(3, 2, 6), "rejection") == Chain(3)
+    assert fit_plan(Dynamic(3, 2, 6), None) == Dynamic(3, 2, 6)
+    (tmp_path / "tree.json").write_text("{")
+    with pytest.raises(UserError, match="is not a saved tree"):
+        load_plan(tmp_path, head)
+
+
+def test_an_unwritable_report_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        write_report({}, tmp_path / "file" / "out")
+
+
+def test_template_variables_travel_with_the_head(target_folder, chats, tmp_path):
+    recipe = make_recipe(target_folder, chats, tmp_path / "run", steps=1, save_every=1)
+    raw = recipe.to_dict()
+    raw["data"]["template_kwargs"] = {"enable_thinking": False}
+    folder = train(type(recipe).from_dict(raw))
+    _, target = open_head(folder, None, "float32")
+    assert target.template_kwargs == {"enable_thinking": False}
+
+
+def test_families_load_by_name():
+    assert load_family("eagle3").__name__ == "Eagle3"
