@@ -1,5 +1,6 @@
 """The frozen target: loading, hidden states of chosen layers, embedding, final norm and lm_head."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ DTYPES: dict[str, Any] = {
     "float32": torch.float32,
     "auto": "auto",
 }
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 
 
@@ -48,6 +50,8 @@ class Target:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         folder = Path(model).expanduser()
+        if not folder.exists() and not HUB_NAME.fullmatch(model):
+            raise UserError(f"target: {model} is neither a folder nor a Hub name such as org/name")
         model = str(folder) if folder.exists() else model
         if folder.exists() and not (folder / "config.json").is_file():
             raise UserError(f"target.model: {model} has no config.json; give a transformers model folder or a Hub name")
