@@ -14,8 +14,8 @@ import torch
 
 from decode.engine import Output
 
-# Largest top-2 margin at which a forward of n rows may choose another token than one of a single row: two roundings of
-# a logit between 16 and 32.
+# How far, in logits, a token may lie behind the best and still be chosen by a forward of n rows instead of one: two
+# roundings of a logit between 16 and 32 in half precision.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.03125}
 
 
@@ -40,23 +40,35 @@ class Parity:
     identical: int = 0
     near_ties: int = 0
     mismatches: int = 0
+    widest_gap: float = 0.0
+    """Largest gap, in logits, at which two replies parted."""
 
     def __add__(self, other: Parity) -> Parity:
-        return Parity(*(a + b for a, b in zip(asdict(self).values(), asdict(other).values(), strict=True)))
+        return Parity(
+            self.compared + other.compared,
+            self.identical + other.identical,
+            self.near_ties + other.near_ties,
+            self.mismatches + other.mismatches,
+            max(self.widest_gap, other.widest_gap),
+        )
 
-    def to_dict(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, float]:
         return asdict(self)
 
 
 def compare(
-    plain: Sequence[int], speculative: Sequence[int], margin: Callable[[int], float], dtype: torch.dtype
+    plain: Sequence[int], speculative: Sequence[int], gap: Callable[[int, int], float], dtype: torch.dtype
 ) -> Parity:
-    """Compare two replies up to where they part. `margin(i)`: top-2 margin from which plain decoding chose token i."""
+    """Compare two replies up to where they part. `gap(i, token)`: how far, in logits, `token` lay behind the best where
+    plain decoding chose token i."""
     if list(plain) == list(speculative):
         return Parity(compared=1, identical=1)
     at = next(
         (i for i, (a, b) in enumerate(zip(plain, speculative, strict=False)) if a != b),
         min(len(plain), len(speculative)),
     )
-    near = at < len(plain) and margin(at) <= TOLERANCE[dtype]
-    return Parity(compared=1, near_ties=int(near), mismatches=int(not near))
+    if at >= min(len(plain), len(speculative)):  # one goes on where the other ends: no rounding does that
+        return Parity(compared=1, mismatches=1)
+    width = gap(at, speculative[at])
+    near = width <= TOLERANCE[dtype]
+    return Parity(compared=1, near_ties=int(near), mismatches=int(not near), widest_gap=width)

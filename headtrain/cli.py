@@ -66,6 +66,7 @@ def evaluate(
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     rule: Annotated[Optional[str], typer.Option(help="acceptance rule; default greedy at 0, gumbel above")] = None,  # noqa: UP045
     seed: Annotated[int, typer.Option(help="of the noise")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="prompts decoded together")] = 1,
     target: TargetOption = None,
     dtype: DtypeOption = "bfloat16",
 ) -> None:
@@ -77,7 +78,9 @@ def evaluate(
     settings = Settings(max_new_tokens=max_new_tokens, temperature=temperature, rule=rule, seed=seed)
     loaded, model = open_head(head, target, dtype)
     with status.status("decoding"):
-        report = measure(head, loaded, model, prompts, limit, settings, load_plan(head, loaded), status.print)
+        report = measure(
+            head, loaded, model, prompts, limit, settings, load_plan(head, loaded), batch_size, status.print
+        )
     console.print(report_table(report))
     console.print(str(write_report(report, out)))
 

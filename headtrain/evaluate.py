@@ -39,8 +39,8 @@ DEFINITIONS = {
     "baseline.transformers": "tokens per second of transformers' generate, whole call",
     "speedup.engine": "tokens_per_second / baseline.engine",
     "speedup.transformers": "whole-call tokens per second with the head / baseline.transformers",
-    "parity": "replies against plain decoding; a mismatch counts as near tie where the plain run's top-2 margin is below"
-    " the tolerance of the dtype",
+    "parity": "replies against plain decoding; one that parts counts as near tie where its token lay no further behind the"
+    " best, in logits, than the tolerance of the dtype, else as mismatch",
 }
 
 
@@ -111,6 +111,7 @@ def evaluate(
     limit: int | None,
     settings: Settings,
     plan: Plan,
+    batch_size: int = 1,
     note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """The report (see README) of a head over prompt sets: names of files or data sets with prompts."""
@@ -122,10 +123,10 @@ def evaluate(
             raise UserError(f"--prompts: {name} has no prompts")
     engines = Engine(target.model, head, plan, target.tokenizer), Engine(target.model, tokenizer=target.tokenizer)
     warm = next(iter(prompts.values()))[0]
-    run_three(engines, target, warm, replace(settings, max_new_tokens=min(16, settings.max_new_tokens)))
+    run_three(engines, target, [warm], replace(settings, max_new_tokens=min(16, settings.max_new_tokens)))
     results = []
     for name, rows in prompts.items():
-        results.append(evaluate_set(Path(name).stem, rows, engines, target, settings))
+        results.append(evaluate_set(Path(name).stem, rows, engines, target, settings, batch_size))
         note(f"{results[-1]['name']}: acceptance length {results[-1]['acceptance_length']:.2f}")
     keys = ("acceptance_length", "tokens_per_second")
     mean: dict[str, Any] = {key: sum(r[key] for r in results) / len(results) for key in keys}
@@ -144,7 +145,7 @@ def evaluate(
             "limit": limit,
             "seed": settings.seed,
             "threads": torch.get_num_threads(),
-            "batch_size": 1,
+            "batch_size": batch_size,
             "plan": plan.to_dict(),
         },
         "definitions": DEFINITIONS,
@@ -154,57 +155,76 @@ def evaluate(
 
 
 def run_three(
-    engines: tuple[Engine, Engine], target: Target, ids: list[int], settings: Settings
-) -> tuple[Output, Output, float]:
-    """One prompt with the head, plainly, and with `generate`; the last as seconds."""
-    fast = engines[0].generate([ids], settings)[0]
-    plain = engines[1].generate([ids], settings)[0]
-    return fast, plain, generate_seconds(target, ids, settings)
+    engines: tuple[Engine, Engine], target: Target, prompts: list[list[int]], settings: Settings
+) -> tuple[list[Output], list[Output], float]:
+    """A batch of prompts with the head, plainly, and with `generate`; the last as seconds.
+
+    All rows go by one name for the noise, so that a prompt's reply does not depend on its batch.
+    """
+    names = [0] * len(prompts)
+    fast = engines[0].generate(prompts, settings, names)
+    plain = engines[1].generate(prompts, settings, names)
+    return fast, plain, generate_seconds(target, prompts, settings)
 
 
-def generate_seconds(target: Target, ids: list[int], settings: Settings) -> float:
-    """Seconds of transformers' `generate` for the same number of tokens."""
+def generate_seconds(target: Target, prompts: list[list[int]], settings: Settings) -> float:
+    """Seconds of transformers' `generate` for the same number of tokens; prompts are padded on the left."""
     sampling = {"do_sample": True, "temperature": settings.temperature, "top_k": 0, "top_p": 1.0}
-    stops = target.model.generation_config.eos_token_id
-    tokens = torch.tensor([ids], device=target.device)
+    longest = max(map(len, prompts))
+    tokens = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts], device=target.device)
+    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts], device=target.device)
     start = time.perf_counter()
     with torch.inference_mode():
         target.model.generate(
             tokens,
-            attention_mask=torch.ones_like(tokens),
+            attention_mask=mask,
             max_new_tokens=settings.max_new_tokens,
-            suppress_tokens=[stops] if isinstance(stops, int) else list(stops or []),
+            suppress_tokens=stop_tokens(target),
             **(sampling if settings.temperature > 0 else {"do_sample": False}),
         )
     return time.perf_counter() - start
 
 
+def stop_tokens(target: Target) -> list[int]:
+    stops = target.model.generation_config.eos_token_id
+    return [stops] if isinstance(stops, int) else list(stops or [])
+
+
 def evaluate_set(
-    name: str, prompts: list[list[int]], engines: tuple[Engine, Engine], target: Target, settings: Settings
+    name: str,
+    prompts: list[list[int]],
+    engines: tuple[Engine, Engine],
+    target: Target,
+    settings: Settings,
+    batch_size: int = 1,
 ) -> dict[str, Any]:
     fast, plain, seconds, parity = [], [], 0.0, Parity()
-    for ids in prompts:
-        a, b, generated = run_three(engines, target, ids, settings)
-        fast.append(a)
-        plain.append(b)
+    for start in range(0, len(prompts), batch_size):
+        group = prompts[start : start + batch_size]
+        replies, plain_replies, generated = run_three(engines, target, group, settings)
         seconds += generated
-        parity += compare(b.tokens, a.tokens, partial(margin, target, ids, b.tokens, settings), target.dtype)
+        fast.append(replies)
+        plain.append(plain_replies)
+        for ids, a, b in zip(group, replies, plain_replies, strict=True):
+            parity += compare(b.tokens, a.tokens, partial(choice_gap, target, ids, b.tokens, settings), target.dtype)
+    outputs = [output for group in fast for output in group]
+    tokens = sum(len(output.tokens) for output in outputs)
 
-    tokens = sum(len(output.tokens) for output in fast)
-
-    def rate(outputs: list[Output], whole: bool) -> float:
-        decoding = sum(o.timing.draft + o.timing.verify + o.timing.other + whole * o.timing.prefill for o in outputs)
+    def rate(groups: list[list[Output]], whole: bool) -> float:
+        times = [group[0].timing for group in groups]  # a batch shares its clock
+        decoding = sum(t.draft + t.verify + t.other + whole * t.prefill for t in times)
         # The prompt's forward gives each reply's first token.
         return (tokens - (0 if whole else len(outputs))) / decoding
 
-    steps = sum(output.timing.steps for output in fast)
+    timings = [group[0].timing for group in fast]
+    steps = sum(timing.steps for timing in timings)
     transformers = tokens / seconds
     return {
         "name": name,
         "prompts": len(prompts),
         "new_tokens": tokens,
-        "acceptance_length": acceptance_length(fast),
-        "acceptance_by_depth": acceptance_by_depth(fast),
+        "acceptance_length": acceptance_length(outputs),
+        "acceptance_by_depth": acceptance_by_depth(outputs),
         "tokens_per_second": rate(fast, whole=False),
         "baseline": {"engine": rate(plain, whole=False), "transformers": transformers},
         "speedup": {
@@ -212,25 +232,26 @@ def evaluate_set(
             "transformers": rate(fast, whole=True) / transformers,
         },
         "step_ms": {
-            part: 1e3 * sum(getattr(o.timing, part) for o in fast) / steps for part in ("draft", "verify", "other")
+            part: 1e3 * sum(getattr(t, part) for t in timings) / steps for part in ("draft", "verify", "other")
         },
         "parity": parity.to_dict(),
     }
 
 
 @torch.no_grad()
-def margin(target: Target, ids: list[int], reply: list[int], settings: Settings, at: int) -> float:
-    """Top-2 gap of what plain decoding chose reply[at] from: logits / T plus the noise of that position."""
+def choice_gap(target: Target, ids: list[int], reply: list[int], settings: Settings, at: int, token: int) -> float:
+    """How far `token` lay behind the best, in logits, where plain decoding chose reply[at].
+
+    Above temperature 0 the choice is the argmax of logits / T + noise; its gap times T is that in logits.
+    """
     row = torch.tensor([ids + reply[:at]], device=target.device)
-    logits = target.model(row, logits_to_keep=1).logits[0, -1].float()
-    stops = target.model.generation_config.eos_token_id
-    logits[[stops] if isinstance(stops, int) else list(stops or [])] = -torch.inf
+    scores = target.model(row, logits_to_keep=1).logits[0, -1].float()
+    scores[stop_tokens(target)] = -torch.inf
     if settings.temperature > 0:
         noise = Noise(settings.seed, [0], target.device)
         position = torch.tensor([[row.shape[1]]], device=target.device)
-        logits = logits / settings.temperature + noise.gumbel(position, len(logits))[0, 0]
-    best = logits.topk(2).values
-    return float(best[0] - best[1])
+        scores = scores + settings.temperature * noise.gumbel(position, len(scores))[0, 0]
+    return float(scores.max() - scores[token])
 
 
 def device_name(device: torch.device) -> str:

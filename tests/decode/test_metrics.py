@@ -19,28 +19,28 @@ def test_no_steps():
     assert acceptance_by_depth([]) == []
 
 
-def never(_: int) -> float:
-    raise AssertionError("equal replies need no margin")
+def never(*_: int) -> float:
+    raise AssertionError("nothing is asked where no token stands against another")
 
 
 def test_compare_counts_where_replies_part():
     asked = []
 
-    def margin(value):
-        return lambda at: asked.append(at) or value
+    def gap(value):
+        return lambda *at: asked.append(at) or value
 
     assert compare([1, 2, 3], [1, 2, 3], never, torch.float32) == Parity(1, 1, 0, 0)
-    assert compare([1, 2, 3], [1, 9, 3], margin(0.0), torch.float32) == Parity(1, 0, 1, 0)
-    assert compare([1, 2, 3], [1, 9, 3], margin(0.1), torch.float32) == Parity(1, 0, 0, 1)
-    assert compare([1, 2, 3], [1, 9, 3], margin(0.1), torch.bfloat16) == Parity(1, 0, 1, 0)
-    assert compare([1, 2, 3], [1, 2], margin(0.5), torch.bfloat16) == Parity(1, 0, 0, 1)
-    assert asked == [1, 1, 1, 2]
+    assert compare([1, 2, 3], [1, 9, 3], gap(0.0), torch.float32) == Parity(1, 0, 1, 0)
+    assert compare([1, 2, 3], [1, 9, 3], gap(0.1), torch.float32) == Parity(1, 0, 0, 1, 0.1)
+    assert compare([1, 2, 3], [1, 9, 3], gap(0.1), torch.bfloat16) == Parity(1, 0, 1, 0, 0.1)
+    assert asked == [(1, 9)] * 3
 
 
-def test_a_reply_that_is_too_long_is_no_near_tie():
+def test_another_length_is_no_near_tie():
     assert compare([1, 2], [1, 2, 3], never, torch.bfloat16) == Parity(1, 0, 0, 1)
+    assert compare([1, 2, 3], [1, 2], never, torch.bfloat16) == Parity(1, 0, 0, 1)
 
 
 def test_parity_adds_up():
-    assert Parity(1, 1, 0, 0) + Parity(2, 0, 1, 1) == Parity(3, 1, 1, 1)
+    assert Parity(1, 1, 0, 0) + Parity(2, 0, 1, 1, 0.5) == Parity(3, 1, 1, 1, 0.5)
     assert set(TOLERANCE) == {torch.float32, torch.bfloat16, torch.float16}

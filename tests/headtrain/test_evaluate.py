@@ -10,7 +10,7 @@ from decode.settings import Settings
 from decode.tree import Chain, Dynamic
 from headtrain import evaluate as module
 from headtrain.data import build_dataset
-from headtrain.evaluate import evaluate, fit_plan, held_out_loss, load_plan, margin, open_head, write_report
+from headtrain.evaluate import choice_gap, evaluate, fit_plan, held_out_loss, load_plan, open_head, write_report
 from headtrain.features import OnlineFeatures
 from headtrain.heads.base import load_family
 from headtrain.recipe import DataConfig
@@ -48,7 +48,7 @@ def test_report(head_folder, prompts, temperature, tmp_path):
     (row,) = report["sets"]
     assert row.keys() == SET_KEYS
     assert (row["name"], row["prompts"], row["new_tokens"]) == ("asks", 2, 40)
-    assert row["parity"] == {"compared": 2, "identical": 2, "near_ties": 0, "mismatches": 0}
+    assert row["parity"] == {"compared": 2, "identical": 2, "near_ties": 0, "mismatches": 0, "widest_gap": 0.0}
     assert row["speedup"]["engine"] == pytest.approx(row["tokens_per_second"] / row["baseline"]["engine"])
     assert 1 <= row["acceptance_length"] <= 3
     assert report["mean"]["acceptance_length"] == row["acceptance_length"]
@@ -70,14 +70,26 @@ def test_a_wrong_reply_is_a_mismatch(head_folder, prompts, monkeypatch):
     assert report["sets"][0]["parity"]["mismatches"] == 1
 
 
-def test_margin_is_the_gap_of_the_choice(head_folder):
+def test_batches_give_the_same_replies(head_folder, prompts):
+    head, target = open_head(head_folder, None, "float32")
+    settings = Settings(max_new_tokens=16, temperature=1.0)
+    one, three = (
+        evaluate(head_folder, head, target, [str(prompts)], None, settings, Dynamic(2, 2, 5), batch_size=size)
+        for size in (1, 3)
+    )
+    assert one["sets"][0]["acceptance_length"] == three["sets"][0]["acceptance_length"]
+    assert three["sets"][0]["parity"]["identical"] == 3 and three["settings"]["batch_size"] == 3
+
+
+def test_choice_gap(head_folder):
     _, target = open_head(head_folder, None, "float32")
     ids = target.prompt_ids([{"role": "user", "content": "rain"}])
     logits = target.model(torch.tensor([ids])).logits[0, -1]
     logits[target.model.generation_config.eos_token_id] = -torch.inf
-    best = logits.topk(2).values
-    assert margin(target, ids, [9, 9], Settings(), 0) == pytest.approx(float(best[0] - best[1]), abs=1e-5)
-    assert margin(target, ids, [9, 9], Settings(temperature=1.0), 0) != pytest.approx(float(best[0] - best[1]))
+    expected = float(logits.max() - logits[7])
+    assert choice_gap(target, ids, [9, 9], Settings(), 0, 7) == pytest.approx(expected, abs=1e-5)
+    assert choice_gap(target, ids, [9, 9], Settings(), 0, int(logits.argmax())) == 0
+    assert choice_gap(target, ids, [9, 9], Settings(temperature=1.0), 0, 7) != pytest.approx(expected)
 
 
 def test_held_out_loss_is_the_mean_over_all_tokens(head_folder, chats):

@@ -1,0 +1,122 @@
+"""Acceptance length and speed of every lossless rule on one head, at equal node counts.
+
+    python scripts/compare_rules.py HEAD --target TARGET --prompts FILE [--prompts FILE ...] --out FOLDER
+
+Trees: a chain, and static trees of width 2 and 4, all with the same number of nodes. Prints a table, writes
+`compare_rules.json` and `compare_rules.png`.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from decode.engine import Engine, Output
+from decode.metrics import acceptance_length
+from decode.settings import Settings
+from decode.tree import Chain, Plan, Static
+from headtrain.checkpoint import write_text
+from headtrain.data import load_prompts
+from headtrain.evaluate import device_name, open_head
+from headtrain.heads.base import Head
+from headtrain.target import Target
+
+NODES = 8  # drafted, the same for every shape
+SHAPES: dict[str, Plan] = {
+    "chain": Chain(NODES),
+    "width 2": Static([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)]),
+    "width 4": Static([(0,), (1,), (2,), (3,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
+}
+RULES = ("gumbel", "rejection", "specinfer", "block", "deterministic")
+TEMPERATURES = (0.3, 0.7, 1.0)
+
+
+def seconds(outputs: list[Output]) -> float:
+    return sum(o.timing.draft + o.timing.verify + o.timing.other for o in outputs)
+
+
+def compare(head: Head, target: Target, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row a (temperature, shape, rule); the rules take turns on each prompt, so a slow moment touches all alike."""
+    sets = {Path(name).stem: [target.prompt_ids(m) for m in load_prompts(name, args.limit)] for name in args.prompts}
+    rows = []
+    for temperature in TEMPERATURES:
+        for shape, plan in SHAPES.items():
+            rules = [rule for rule in RULES if rule != "block" or shape == "chain"]
+            engine = Engine(target.model, head, plan, target.tokenizer)
+            outputs: dict[tuple[str, str], list[Output]] = {}
+            for name, prompts in track(sets.items(), f"T={temperature} {shape}", transient=True):
+                for number, ids in enumerate(prompts):
+                    for rule in rules:
+                        settings = Settings(args.max_new_tokens, temperature, rule=rule, seed=number, ignore_eos=True)
+                        outputs.setdefault((rule, name), []).append(engine.generate([ids], settings)[0])
+            for rule in rules:
+                of_rule = {name: outputs[rule, name] for name in sets}
+                together = [output for group in of_rule.values() for output in group]
+                tokens = sum(len(output.tokens) - 1 for output in together)
+                rows.append(
+                    {
+                        "temperature": temperature,
+                        "shape": shape,
+                        "rule": rule,
+                        "acceptance_length": acceptance_length(together),
+                        "tokens_per_second": tokens / seconds(together),
+                        "sets": {name: acceptance_length(group) for name, group in of_rule.items()},
+                    }
+                )
+    return rows
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    table = Table("temperature", "shape", "rule", "acceptance length", "tokens/s")
+    for row in rows:
+        figures = f"{row['acceptance_length']:.3f}", f"{row['tokens_per_second']:.1f}"
+        table.add_row(str(row["temperature"]), row["shape"], row["rule"], *figures)
+    Console().print(table)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(SHAPES), figsize=(4 * len(SHAPES), 3.4), sharey=True)
+    for axis, shape in zip(axes, SHAPES, strict=True):
+        for rule in RULES:
+            line = [
+                (r["temperature"], r["acceptance_length"]) for r in rows if (r["shape"], r["rule"]) == (shape, rule)
+            ]
+            if line:
+                axis.plot(*zip(*line, strict=True), marker="o", label=rule)
+        axis.set_title(f"{shape}, {NODES} drafted nodes")
+        axis.set_xlabel("temperature")
+    axes[0].set_ylabel("acceptance length")
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("head", type=Path)
+    parser.add_argument("--target")
+    parser.add_argument("--prompts", action="append", required=True)
+    parser.add_argument("--limit", type=int, default=2)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    head, target = open_head(args.head, args.target, args.dtype)
+    rows = compare(head, target, args)
+    print_table(rows)
+    report = {"head": str(args.head), "device": device_name(target.device), "nodes": NODES, "rows": rows}
+    write_text(args.out / "compare_rules.json", json.dumps(report, indent=2) + "\n")
+    plot(rows, args.out / "compare_rules.png")
+
+
+if __name__ == "__main__":
+    main()
