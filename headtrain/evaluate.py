@@ -24,7 +24,8 @@ from decode.noise import Noise
 from decode.settings import Settings
 from decode.tree import Chain, Dynamic, Plan, from_dict
 from headtrain.checkpoint import load_head, read_config, write_text
-from headtrain.data import Dataset, batches, load_prompts
+from headtrain.conversations import load_prompts
+from headtrain.data import Dataset, batches
 from headtrain.features import OnlineFeatures
 from headtrain.heads.base import Head
 from headtrain.recipe import EvalConfig

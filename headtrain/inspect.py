@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from decode.errors import UserError
-from headtrain.data import Dataset, batches, encode_rows, load_rows, require_trained
+from headtrain.conversations import load_rows
+from headtrain.data import Dataset, batches, encode_rows, require_trained
 from headtrain.recipe import Recipe, TargetConfig
 
 TRAINED, CONTEXT, ID = "bold green", "white", "bright_black"

@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from decode.capture import Capture
-from decode.errors import UserError
-from headtrain.data import prompt_ids
+from decode.errors import UserError, one_line
+from headtrain.masks import prompt_ids
 
 DTYPES: dict[str, Any] = {
     "bfloat16": torch.bfloat16,
@@ -59,14 +59,14 @@ class Target:
         try:
             tokenizer = AutoTokenizer.from_pretrained(model, **options)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"target.model: no tokenizer in {model} ({first_line(error)}); save one there") from error
+            raise UserError(f"target.model: no tokenizer in {model} ({one_line(error)}); save one there") from error
         try:
             result: Any = AutoModelForCausalLM.from_pretrained(
                 model, dtype=DTYPES[dtype], output_loading_info=True, **options
             )
             loaded, found = result
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            raise UserError(f"target.model: cannot load {model} ({first_line(error)})") from error
+            raise UserError(f"target.model: cannot load {model} ({one_line(error)})") from error
         if missing := sorted(found["missing_keys"]):  # transformers would fill them with random numbers
             raise UserError(
                 f"target.model: {model} lacks {len(missing)} weights, such as {missing[0]}; give a complete folder"
@@ -130,7 +130,3 @@ class Target:
         with Capture(self.model, layers) as capture:
             hidden = self.model.base_model(input_ids=input_ids, use_cache=False)[0]
             return capture.take(), hidden
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

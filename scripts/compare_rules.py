@@ -20,7 +20,7 @@ from decode.metrics import acceptance_length
 from decode.settings import Settings
 from decode.tree import Chain, Plan, Static
 from headtrain.checkpoint import write_text
-from headtrain.data import load_prompts
+from headtrain.conversations import load_prompts
 from headtrain.evaluate import device_name, open_head
 from headtrain.heads.base import Head
 from headtrain.target import Target

@@ -8,18 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from decode.errors import UserError
-from headtrain.data import (
-    Dataset,
-    Encoded,
-    Unusable,
-    batches,
-    build_dataset,
-    collate,
-    encode,
-    load_prompts,
-    load_rows,
-    prompt_ids,
-)
+from headtrain.conversations import load_prompts, load_rows
+from headtrain.data import Dataset, batches, build_dataset, collate
+from headtrain.masks import Encoded, Unusable, encode, prompt_ids
 from headtrain.recipe import DataConfig
 from tests.templates import OPENED, STYLES, Style, byte_tokenizer, piece_tokenizer, thinking, token_bytes
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from decode.errors import UserError
-from headtrain.data import encode
+from headtrain.masks import encode
 from headtrain.target import Target
 from tests.folders import make_target_folder
 from tests.tiny import FAMILIES, tiny_target
