@@ -77,10 +77,9 @@ def evaluate(
 
     settings = Settings(max_new_tokens=max_new_tokens, temperature=temperature, rule=rule, seed=seed)
     loaded, model = open_head(head, target, dtype)
+    plan, settings = load_plan(head, loaded, settings)
     with status.status("decoding"):
-        report = measure(
-            head, loaded, model, prompts, limit, settings, load_plan(head, loaded), batch_size, status.print
-        )
+        report = measure(head, loaded, model, prompts, limit, settings, plan, batch_size, status.print)
     console.print(report_table(report))
     console.print(str(write_report(report, out)))
 
@@ -134,10 +133,11 @@ def tune(
 
     loaded, model = open_head(head, target, dtype)
     result = choose(loaded, model, temperature, note=status.print)
-    plan, predicted = result["plan"], result["predicted"]
+    predicted, measured = result["predicted"], result["measured"]
     console.print(
-        f"depth {plan['depth']}, width {plan['width']}, {plan['size']} nodes: predicted acceptance length"
-        f" {predicted['acceptance_length']:.2f}, speedup {predicted['speedup']:.2f}"
+        f"{result['plan']}: acceptance length {measured['acceptance_length']:.2f} (predicted"
+        f" {predicted['acceptance_length']:.2f}), {measured['tokens_per_second']:.1f} tokens/s, predicted speedup"
+        f" {predicted['speedup']:.2f}"
     )
     console.print(str(save_plan(head, result)))
 
@@ -156,11 +156,12 @@ def generate(
     """Stream an answer."""
     from decode.engine import Engine
     from decode.settings import Settings
-    from headtrain.evaluate import fit_plan, load_plan, open_head
+    from headtrain.evaluate import load_plan, open_head
 
     settings = Settings(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, rule=rule)
     loaded, model = open_head(head, target, dtype)
-    engine = Engine(model.model, loaded, fit_plan(load_plan(head, loaded), rule), model.tokenizer)
+    plan, settings = load_plan(head, loaded, settings)
+    engine = Engine(model.model, loaded, plan, model.tokenizer)
     ids = model.prompt_ids([{"role": "user", "content": prompt}])
     tokens: list[int] = []
     shown = 0

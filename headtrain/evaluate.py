@@ -50,15 +50,44 @@ def default_plan(head: Head) -> Plan:
     return Dynamic(depth=min(4, head.max_depth or 4), width=4, size=12)
 
 
-def load_plan(folder: Path, head: Head) -> Plan:
-    """The tree that `headtrain tune` saved with the head, or the default one."""
+def plan_key(temperature: float) -> str:
+    return "greedy" if temperature == 0 else "sampled"
+
+
+def read_plans(folder: Path) -> dict[str, Any]:
+    """What `headtrain tune` saved with the head, by `plan_key`; empty for a head that was never tuned."""
     path = folder / PLAN
     if not path.exists():
-        return default_plan(head)
+        return {}
     try:
-        return from_dict(json.loads(path.read_text())["plan"])
+        plans = json.loads(path.read_text())
+        return {key: plans[key] for key in ("greedy", "sampled") if key in plans}
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path}: is not a saved tree ({error}); delete it and run `headtrain tune`") from error
+
+
+def load_plan(folder: Path, head: Head, settings: Settings) -> tuple[Plan, Settings]:
+    """The tuned tree for these settings, and the settings with the tuned draft temperature.
+
+    A head that was tuned for the other kind of decoding only lends that tree; one that was never tuned gets the default.
+    """
+    plans = read_plans(folder)
+    saved = plans.get(plan_key(settings.temperature)) or next(iter(plans.values()), None)
+    if saved is None:
+        return fit_plan(default_plan(head), settings.rule), settings
+    try:
+        plan, ratio = from_dict(saved["plan"]), float(saved["draft_ratio"])
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: is not a saved tree ({error}); write it again with `headtrain tune`") from error
+        raise UserError(
+            f"{folder / PLAN}: is not a saved tree ({error}); delete it and run `headtrain tune`"
+        ) from error
+    tuned = plan_key(settings.temperature) in plans and settings.draft_temperature is None
+    return fit_plan(plan, settings.rule), draft_settings(settings, ratio) if tuned else settings
+
+
+def draft_settings(settings: Settings, ratio: float) -> Settings:
+    """The settings with a draft temperature of `ratio` times the target's, where the target samples."""
+    return replace(settings, draft_temperature=ratio * settings.temperature) if settings.temperature > 0 else settings
 
 
 def fit_plan(plan: Plan, rule: str | None) -> Plan:
@@ -116,7 +145,6 @@ def evaluate(
     note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """The report (see README) of a head over prompt sets: names of files or data sets with prompts."""
-    plan = fit_plan(plan, settings.rule)
     settings = replace(settings, ignore_eos=True)
     prompts = {name: [target.prompt_ids(m) for m in load_prompts(name, limit)] for name in sets}
     for name, rows in prompts.items():
@@ -144,6 +172,7 @@ def evaluate(
             "temperature": settings.temperature,
             "max_new_tokens": settings.max_new_tokens,
             "limit": limit,
+            "draft_temperature": settings.draft_temperature,
             "seed": settings.seed,
             "threads": torch.get_num_threads(),
             "batch_size": batch_size,

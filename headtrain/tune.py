@@ -1,7 +1,9 @@
 """Choose the tree for a head on this device: measured step times against the head's own acceptance.
 
-A wide and deep tree is decoded once. Because reranking keeps the best-scored nodes, the tree of a smaller size is a
-subset of it, so that one run tells what every smaller size and depth would have accepted.
+Two kinds of tree are predicted. *Dynamic*: a wide and deep tree is decoded once; because reranking keeps the
+best-scored nodes, a smaller tree is a subset of it, so one run tells what every smaller size and depth would have
+accepted. *Static*: the rank of each right token along the replies gives the best tree of every size. The few that
+promise most are then decoded for real, and the fastest wins.
 """
 
 import json
@@ -15,18 +17,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decode.calibrate import expected_length, frontier, rank_counts, rates
 from decode.engine import Engine
+from decode.metrics import acceptance_length
+from decode.noise import Noise
 from decode.settings import Settings
-from decode.tree import Dynamic, Tree
+from decode.tree import Dynamic, Plan, Tree
 from decode.verify import Verdict
 from headtrain.checkpoint import write_text
-from headtrain.evaluate import PLAN, device_name
+from headtrain.evaluate import PLAN, device_name, draft_settings, plan_key, read_plans
 from headtrain.heads.base import Head
 from headtrain.target import Target
 
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
-WIDTHS = (2, 4, 8)
+WIDTHS = (1, 2, 4, 8, 16)
+BEAMS = (2, 4, 8)
+RANKS = 16
+DRAFT_RATIOS = (0.7, 1.0, 1.4)  # draft temperature by the target's
 REPEATS = 9
+NEW_TOKENS = 64
+FINALISTS = 2  # of each kind
 PROMPTS = (
     "Explain how a bicycle stays upright.",
     "Write a Python function that counts the vowels in a string.",
@@ -44,6 +54,23 @@ class Costs:
     verify: dict[int, float]
     commit: float
     extend: dict[int, float]
+
+    def step(self, nodes: int, levels: Sequence[int]) -> float:
+        """A step that verifies `nodes` nodes, whose drafted levels behind the first extend `levels[i]` nodes each."""
+        widths = [min((w for w in self.extend if w >= level), default=max(self.extend)) for level in levels]
+        return self.verify[nodes] + self.commit + sum(self.extend[width] for width in widths)
+
+
+@dataclass
+class Candidate:
+    plan: Plan
+    draft_ratio: float  # draft temperature by the target's
+    acceptance_length: float  # predicted
+    seconds: float  # predicted, of a step
+
+    @property
+    def speed(self) -> float:
+        return self.acceptance_length / self.seconds
 
 
 class Recorder(Engine):
@@ -71,39 +98,26 @@ def tune(
     prompts: Sequence[str] = PROMPTS,
     note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """The plan of the highest predicted tokens per second, with what it was chosen from."""
+    """The fastest plan, with what it was chosen from."""
     ids = [target.prompt_ids([{"role": "user", "content": text}]) for text in prompts]
+    settings = Settings(max_new_tokens=NEW_TOKENS, temperature=temperature, ignore_eos=True)
     depth = min(6, head.max_depth or 6)
     note("measuring step times")
-    costs = measure_costs(head, target, ids[0], depth)
-    plain = costs.verify[1]
-    table = []
-    for width in WIDTHS:
-        note(f"measuring acceptance, width {width}")
-        most = 1 + width + (depth - 1) * width**2
-        widest = Dynamic(depth=depth, width=width, size=min(max(SIZES), most))
-        engine = Recorder(target.model, head, widest, target.tokenizer)
-        for prompt in ids:
-            engine.generate([prompt], Settings(max_new_tokens=64, temperature=temperature, ignore_eos=True))
-        for d in range(1, depth + 1):
-            for size in SIZES:
-                if d < size <= min(widest.size, 1 + width + (d - 1) * width**2):
-                    length = accepted_length(engine.steps, size, d)
-                    seconds = costs.verify[size] + costs.commit + (d - 1) * costs.extend[width]
-                    table.append(
-                        {
-                            "depth": d,
-                            "width": width,
-                            "size": size,
-                            "acceptance_length": length,
-                            "speedup": length * plain / seconds,
-                        }
-                    )
-    best = max(table, key=lambda row: row["speedup"])
-    plan = Dynamic(int(best["depth"]), int(best["width"]), int(best["size"]))
+    costs = measure_costs(head, target, ids[0])
+    note("measuring the draft's ranks")
+    static = static_candidates(head, target, ids, settings, depth, costs)
+    note("measuring acceptance in wide trees")
+    dynamic = dynamic_candidates(head, target, ids, settings, depth, costs)
+    finalists = [c for kind in (static, dynamic) for c in sorted(kind, key=lambda c: -c.speed)[:FINALISTS]]
+    note(f"decoding with the {len(finalists)} most promising trees")
+    measured = race(head, target, ids, settings, finalists)
+    best = max(range(len(finalists)), key=lambda i: measured[i]["tokens_per_second"])
+    chosen = finalists[best]
     return {
-        "plan": plan.to_dict(),
-        "predicted": {key: best[key] for key in ("acceptance_length", "speedup")},
+        "plan": chosen.plan.to_dict(),
+        "draft_ratio": chosen.draft_ratio,
+        "predicted": {"acceptance_length": chosen.acceptance_length, "speedup": chosen.speed * costs.verify[1]},
+        "measured": measured[best],
         "device": device_name(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "temperature": temperature,
@@ -115,14 +129,94 @@ def tune(
     }
 
 
+def dynamic_candidates(
+    head: Head, target: Target, prompts: list[list[int]], settings: Settings, depth: int, costs: Costs
+) -> list[Candidate]:
+    found = []
+    for width in BEAMS:
+        most = 1 + width + (depth - 1) * width**2
+        widest = Dynamic(depth=depth, width=width, size=min(max(SIZES), most))
+        engine = Recorder(target.model, head, widest, target.tokenizer)
+        for prompt in prompts:
+            engine.generate([prompt], settings)
+        for d in range(1, depth + 1):
+            for size in SIZES:
+                if d < size <= min(widest.size, 1 + width + (d - 1) * width**2):
+                    length = accepted_length(engine.steps, size, d)
+                    found.append(Candidate(Dynamic(d, width, size), 1.0, length, costs.step(size, [width] * (d - 1))))
+    return found
+
+
 def accepted_length(steps: list[list[tuple[int, int]]], size: int, depth: int) -> float:
     """Tokens per step had the tree held only its best `size` nodes down to `depth`."""
     total = sum(1 + sum(need <= size and d <= depth for need, d in path) for path in steps)
     return total / max(1, len(steps))
 
 
+def static_candidates(
+    head: Head, target: Target, prompts: list[list[int]], settings: Settings, depth: int, costs: Costs
+) -> list[Candidate]:
+    plain = Engine(target.model, tokenizer=target.tokenizer)
+    texts = [(ids, ids + plain.generate([ids], settings)[0].tokens) for ids in prompts]
+    found = []
+    for ratio in DRAFT_RATIOS if settings.temperature > 0 else (1.0,):
+        acceptance = measure_ranks(head, target, texts, settings, depth, ratio * (settings.temperature or 1.0))
+        for d in range(1, depth + 1):
+            for size in SIZES:
+                if d < size <= 1 + sum(RANKS**level for level in range(1, d + 1)):
+                    plan = frontier(acceptance[:d], size)
+                    levels = [
+                        len({path[:-1] for path in plan.paths if len(path) == n}) for n in range(2, plan.depth + 1)
+                    ]
+                    length = expected_length(plan, acceptance)
+                    found.append(Candidate(plan, ratio, length, costs.step(size, levels)))
+    return found
+
+
 @torch.no_grad()
-def measure_costs(head: Head, target: Target, ids: list[int], depth: int) -> Costs:
+def measure_ranks(
+    head: Head,
+    target: Target,
+    texts: list[tuple[list[int], list[int]]],
+    settings: Settings,
+    depth: int,
+    temperature: float,
+) -> list[list[float]]:
+    """[depth][RANKS] share of each rank over (prompt, prompt and plain reply) pairs."""
+    engine = Engine(target.model, head, tokenizer=target.tokenizer)
+    counts = torch.zeros(depth, RANKS + 1, dtype=torch.int64)
+    for prompt, text in texts:
+        tokens = torch.tensor([text], device=target.device)
+        cache = engine.forward.new_cache(1, len(text))
+        _, features = engine.forward.prompt(cache, tokens, [len(text)])
+        noise = None
+        if settings.temperature > 0:
+            positions = torch.arange(len(text), device=target.device)[None]
+            drawn = Noise(settings.seed, [0], target.device)
+            noise = drawn.gumbel(positions, target.vocab_size, vocabulary=head.vocabulary)[0]
+        counts += rank_counts(head, features, tokens, len(prompt), depth, RANKS, temperature, noise)
+    return rates(counts)
+
+
+def race(
+    head: Head, target: Target, prompts: list[list[int]], settings: Settings, candidates: list[Candidate]
+) -> list[dict[str, float]]:
+    """Acceptance length and tokens per second of each candidate; they take turns on each prompt."""
+    engines = [Engine(target.model, head, candidate.plan, target.tokenizer) for candidate in candidates]
+    outputs: list[list[Any]] = [[] for _ in candidates]
+    for prompt in prompts:
+        for i, candidate in enumerate(candidates):
+            outputs[i] += engines[i].generate([prompt], draft_settings(settings, candidate.draft_ratio), [0])
+    found = []
+    for group in outputs:
+        seconds = sum(o.timing.draft + o.timing.verify + o.timing.other for o in group)
+        tokens = sum(len(o.tokens) - 1 for o in group)
+        found.append({"acceptance_length": acceptance_length(group), "tokens_per_second": tokens / seconds})
+    return found
+
+
+@torch.no_grad()
+def measure_costs(head: Head, target: Target, ids: list[int]) -> Costs:
     """Times all sizes in turn, several rounds, so that a slow moment of the machine touches all alike."""
     engine = Engine(target.model, head, Dynamic(depth=2, width=2, size=3), target.tokenizer)
     run = engine._begin([ids], Settings(max_new_tokens=64, ignore_eos=True), [0])
@@ -140,6 +234,7 @@ def measure_costs(head: Head, target: Target, ids: list[int], depth: int) -> Cos
         times.setdefault(key, []).append(time.perf_counter() - start)
 
     features = torch.zeros(1, 2, len(head.target_layers) * target.hidden_size, device=device, dtype=target.dtype)
+    pair = torch.full((1, 2), ids[-1], device=device)
     one = torch.ones(1, dtype=torch.int64, device=device)
     for _ in range(REPEATS):
         for n in (1, *SIZES):
@@ -147,7 +242,6 @@ def measure_costs(head: Head, target: Target, ids: list[int], depth: int) -> Cos
             chain = torch.arange(n, device=device)[None]
             causal = torch.ones(1, n, n, dtype=torch.bool, device=device).tril()
             clock(("verify", n), partial(forward, cache, tokens, chain, causal))
-        pair = torch.full((1, 2), ids[-1], device=device)
         clock("commit", partial(head.commit, run.state, features, pair, one))
         for width in WIDTHS:
             nodes = torch.full((1, width), ids[-1], device=device)
@@ -160,6 +254,7 @@ def measure_costs(head: Head, target: Target, ids: list[int], depth: int) -> Cos
 
 
 def save_plan(folder: Path, result: dict[str, Any]) -> Path:
-    """Write the tuned tree beside the head."""
-    write_text(folder / PLAN, json.dumps(result, indent=2) + "\n")
+    """Write the tuned tree beside the head; the one for greedy decoding and the one for sampling are kept apart."""
+    plans = {**read_plans(folder), plan_key(result["temperature"]): result}
+    write_text(folder / PLAN, json.dumps(plans, indent=2) + "\n")
     return folder / PLAN

@@ -104,14 +104,19 @@ def test_held_out_loss_is_the_mean_over_all_tokens(head_folder, chats):
 
 def test_plans(head_folder, tmp_path):
     head, _ = open_head(head_folder, None, "float32")
-    assert load_plan(tmp_path, head) == module.default_plan(head)
-    (tmp_path / "tree.json").write_text('{"plan": {"kind": "chain", "depth": 3}}')
-    assert load_plan(tmp_path, head) == Chain(3)
+    greedy, sampled = Settings(), Settings(temperature=0.5)
+    assert load_plan(tmp_path, head, greedy) == (module.default_plan(head), greedy)
+    chain = {"plan": {"kind": "chain", "depth": 3}, "draft_ratio": 1.4}
+    (tmp_path / "tree.json").write_text(json.dumps({"sampled": chain}))
+    assert load_plan(tmp_path, head, greedy) == (Chain(3), greedy)
+    assert load_plan(tmp_path, head, sampled) == (Chain(3), Settings(temperature=0.5, draft_temperature=0.7))
+    own = Settings(temperature=0.5, draft_temperature=2.0)
+    assert load_plan(tmp_path, head, own) == (Chain(3), own)
     assert fit_plan(Dynamic(3, 2, 6), "rejection") == Chain(3)
     assert fit_plan(Dynamic(3, 2, 6), None) == Dynamic(3, 2, 6)
     (tmp_path / "tree.json").write_text("{")
     with pytest.raises(UserError, match="is not a saved tree"):
-        load_plan(tmp_path, head)
+        load_plan(tmp_path, head, greedy)
 
 
 def test_an_unwritable_report_is_one_line(tmp_path):
