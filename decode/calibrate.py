@@ -1,8 +1,7 @@
 """Static trees fitted to a draft: how often the child of each rank is the right one, and the best tree for that.
 
-`rank_counts` measures, `frontier` is the best tree of a size when ranks are right independently of one another
-(arXiv 2401.10774, section 2.3.3), `sequoia` the best tree for measured step times when the ranks are the same at every depth
-(Sequoia, arXiv 2402.12374).
+`rank_counts` measures. `frontier` is the best tree of a size when ranks are right independently of one another (arXiv
+2401.10774). `sequoia` is the best tree for measured step times when ranks are the same at every depth (arXiv 2402.12374).
 """
 
 from __future__ import annotations

@@ -11,12 +11,13 @@ from rich.table import Table
 from decode.errors import UserError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Draft heads for speculative decoding.")
-console = Console()
+console = Console(soft_wrap=True)  # paths and figures stay on one line
 status = Console(stderr=True)
 
 RecipeArgument = Annotated[Path, typer.Argument(help="YAML recipe")]
 Overrides = Annotated[Optional[list[str]], typer.Argument(help="key=value overrides of the recipe")]  # noqa: UP045
 HeadFolder = Annotated[Path, typer.Argument(help="folder of a trained head")]
+DraftName = Annotated[Path, typer.Argument(help="folder of a head or of a smaller model, or `ngram`")]
 TargetOption = Annotated[str | None, typer.Option("--target", help="target folder; default: the one it was trained on")]  # noqa: UP045
 DtypeOption = Annotated[str, typer.Option(help="bfloat16, float16, float32 or auto")]
 
@@ -58,7 +59,7 @@ def cache(recipe: RecipeArgument, overrides: Overrides = None) -> None:
 
 @app.command()
 def evaluate(
-    head: HeadFolder,
+    head: DraftName,
     prompts: Annotated[list[str], typer.Option(help="file or Hub name of prompts; give it once a set")],
     out: Annotated[Path, typer.Option(help="folder for report.json")],
     limit: Annotated[Optional[int], typer.Option(help="first prompts of each set")] = None,  # noqa: UP045
@@ -73,10 +74,10 @@ def evaluate(
     """Measure acceptance, speed and parity on prompt sets; writes report.json."""
     from decode.settings import Settings
     from headtrain.evaluate import evaluate as measure
-    from headtrain.evaluate import load_plan, open_head, write_report
+    from headtrain.evaluate import load_plan, open_draft, write_report
 
     settings = Settings(max_new_tokens=max_new_tokens, temperature=temperature, rule=rule, seed=seed)
-    loaded, model = open_head(head, target, dtype)
+    loaded, model = open_draft(head, target, dtype)
     plan, settings = load_plan(head, loaded, settings)
     with status.status("decoding"):
         report = measure(head, loaded, model, prompts, limit, settings, plan, batch_size, status.print)
@@ -144,7 +145,7 @@ def tune(
 
 @app.command()
 def generate(
-    head: HeadFolder,
+    head: DraftName,
     prompt: Annotated[str, typer.Argument(help="what the user says")],
     max_new_tokens: Annotated[int, typer.Option(help="most tokens of the reply")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
@@ -156,10 +157,10 @@ def generate(
     """Stream an answer."""
     from decode.engine import Engine
     from decode.settings import Settings
-    from headtrain.evaluate import load_plan, open_head
+    from headtrain.evaluate import load_plan, open_draft
 
     settings = Settings(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, rule=rule)
-    loaded, model = open_head(head, target, dtype)
+    loaded, model = open_draft(head, target, dtype)
     plan, settings = load_plan(head, loaded, settings)
     engine = Engine(model.model, loaded, plan, model.tokenizer)
     ids = model.prompt_ids([{"role": "user", "content": prompt}])

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from decode.draft import Draft, ModelDraft, NgramDraft, require_same_tokenizer
 from decode.engine import Engine, Output
 from decode.errors import UserError
 from decode.metrics import Parity, acceptance_by_depth, acceptance_length, compare
@@ -45,9 +46,9 @@ DEFINITIONS = {
 }
 
 
-def default_plan(head: Head) -> Plan:
-    """The tree of a head that was never tuned."""
-    return Dynamic(depth=min(4, head.max_depth or 4), width=4, size=12)
+def default_plan(draft: Draft) -> Plan:
+    """The tree of a draft that was never tuned."""
+    return Dynamic(depth=min(4, draft.max_depth or 4), width=4, size=12)
 
 
 def plan_key(temperature: float) -> str:
@@ -66,7 +67,7 @@ def read_plans(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path}: is not a saved tree ({error}); delete it and run `headtrain tune`") from error
 
 
-def load_plan(folder: Path, head: Head, settings: Settings) -> tuple[Plan, Settings]:
+def load_plan(folder: Path, draft: Draft, settings: Settings) -> tuple[Plan, Settings]:
     """The tuned tree for these settings, and the settings with the tuned draft temperature.
 
     A head that was tuned for the other kind of decoding only lends that tree; one that was never tuned gets the default.
@@ -74,7 +75,7 @@ def load_plan(folder: Path, head: Head, settings: Settings) -> tuple[Plan, Setti
     plans = read_plans(folder)
     saved = plans.get(plan_key(settings.temperature)) or next(iter(plans.values()), None)
     if saved is None:
-        return fit_plan(default_plan(head), settings.rule), settings
+        return fit_plan(default_plan(draft), settings.rule), settings
     try:
         plan, ratio = from_dict(saved["plan"]), float(saved["draft_ratio"])
     except (ValueError, KeyError, TypeError) as error:
@@ -95,6 +96,28 @@ def fit_plan(plan: Plan, rule: str | None) -> Plan:
     if isinstance(plan, Dynamic) and rule not in (None, "greedy", "gumbel", "deterministic", "typical"):
         return Chain(plan.depth)
     return plan
+
+
+NGRAM = "ngram"
+
+
+def open_draft(name: Path, model: str | None, dtype: str, device: str | None = None) -> tuple[Draft, Target]:
+    """What guesses, with its target: a head's folder, the folder of a smaller model, or `ngram` for prompt lookup.
+
+    The last two know no target of their own, so `model` must name it.
+    """
+    small = name / "config.json"
+    is_model = small.is_file() and "model_type" in json.loads(small.read_text())
+    if str(name) != NGRAM and not is_model:
+        return open_head(name, model, dtype, device)
+    if model is None:
+        raise UserError(f"--target: {name} is no head and knows no target; name the target's folder")
+    target = Target.load(model, dtype, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if not is_model:
+        return NgramDraft(target.vocab_size), target
+    draft = Target.load(str(name), dtype, device=target.device)
+    require_same_tokenizer(target.tokenizer, draft.tokenizer)
+    return ModelDraft(draft.model, target.vocab_size), target
 
 
 def open_head(folder: Path, model: str | None, dtype: str, device: str | None = None) -> tuple[Head, Target]:
@@ -134,8 +157,8 @@ def held_out_loss(head: Head, target: Target, dataset: Dataset, batch_tokens: in
 
 
 def evaluate(
-    folder: Path,
-    head: Head,
+    name: Path,
+    draft: Draft,
     target: Target,
     sets: Sequence[str],
     limit: int | None,
@@ -144,24 +167,24 @@ def evaluate(
     batch_size: int = 1,
     note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """The report (see README) of a head over prompt sets: names of files or data sets with prompts."""
+    """The report (see README) of a draft over prompt sets: names of files or data sets with prompts."""
     settings = replace(settings, ignore_eos=True)
-    prompts = {name: [target.prompt_ids(m) for m in load_prompts(name, limit)] for name in sets}
-    for name, rows in prompts.items():
+    prompts = {source: [target.prompt_ids(m) for m in load_prompts(source, limit)] for source in sets}
+    for source, rows in prompts.items():
         if not rows:
-            raise UserError(f"--prompts: {name} has no prompts")
-    engines = Engine(target.model, head, plan, target.tokenizer), Engine(target.model, tokenizer=target.tokenizer)
+            raise UserError(f"--prompts: {source} has no prompts")
+    engines = Engine(target.model, draft, plan, target.tokenizer), Engine(target.model, tokenizer=target.tokenizer)
     warm = next(iter(prompts.values()))[0]
     run_three(engines, target, [warm], replace(settings, max_new_tokens=min(16, settings.max_new_tokens)))
     results = []
-    for name, rows in prompts.items():
-        results.append(evaluate_set(Path(name).stem, rows, engines, target, settings, batch_size))
+    for source, rows in prompts.items():
+        results.append(evaluate_set(Path(source).stem, rows, engines, target, settings, batch_size))
         note(f"{results[-1]['name']}: acceptance length {results[-1]['acceptance_length']:.2f}")
     keys = ("acceptance_length", "tokens_per_second")
     mean: dict[str, Any] = {key: sum(r[key] for r in results) / len(results) for key in keys}
     mean["speedup"] = {k: sum(r["speedup"][k] for r in results) / len(results) for k in ("engine", "transformers")}
     return {
-        "head": str(folder),
+        "head": str(name),
         "target": target.name,
         "device": device_name(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),

@@ -52,6 +52,28 @@ def test_generate_evaluate_and_tune(capsys, monkeypatch, tmp_path, head_folder):
     assert code == 0 and "tokens/s, predicted speedup" in out and (head_folder / "tree.json").is_file()
 
 
+@pytest.mark.parametrize("draft", ["ngram", "model"])
+def test_drafts_without_training(capsys, monkeypatch, tmp_path, target_folder, draft):
+    prompts = tmp_path / "asks.jsonl"
+    prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "old stones old stones"}]}) + "\n")
+    name = draft if draft == "ngram" else str(target_folder)
+    options = [
+        "--prompts",
+        str(prompts),
+        "--out",
+        str(tmp_path / "out"),
+        "--max-new-tokens",
+        "12",
+        "--dtype",
+        "float32",
+    ]
+    code, _, _ = run(capsys, monkeypatch, "evaluate", name, "--target", str(target_folder), *options)
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert code == 0 and report["sets"][0]["parity"]["identical"] == 1
+    if draft == "model":  # the target drafts for itself: every guess is right
+        assert report["sets"][0]["acceptance_length"] > 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
@@ -63,6 +85,7 @@ def test_generate_evaluate_and_tune(capsys, monkeypatch, tmp_path, head_folder):
         (["evaluate", "HEAD", "--prompts", "gone.jsonl", "--out", "out"], ["gone.jsonl"]),
         (["inspect", "gone.yaml"], ["gone.yaml", "no such recipe"]),
         (["generate", "HEAD", "rain", "--target", "gone"], ["gone"]),
+        (["generate", "ngram", "rain"], ["--target", "knows no target"]),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
 )
