@@ -441,3 +441,16 @@ def test_a_rotary_embedding_that_changes_within_the_reply_is_refused():
         ids = torch.tensor(prompts)
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, eos_token_id=None)
         assert outputs[0].tokens == expected[0, length:].tolist()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_quantised_target(temperature):
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao does not run here")
+    model = tiny_target("llama")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    settings = Settings(max_new_tokens=24, temperature=temperature, ignore_eos=True)
+    plain, draft = plain_and_draft(model, prompts_of(LENGTHS), settings)
+    outputs = Engine(model, draft, PLANS["static"]).generate(prompts_of(LENGTHS), settings)
+    assert tokens(outputs) == tokens(plain)
+    assert max(max(output.accepted) for output in outputs) > 1
