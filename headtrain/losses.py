@@ -5,6 +5,7 @@ A chunk's logits are made, turned into a loss and its gradient, and dropped, so 
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +22,65 @@ def kl(log_q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
     return value, log_q.exp_().sub_(p)
 
 
-LOSSES: dict[str, LossFunction] = {"kl": kl}
+def through_softmax(d: Tensor, q: Tensor) -> Tensor:
+    """Gradient by the logits of a loss whose gradient by q is `d`: q (d - sum_v q d)."""
+    return q * (d - torch.linalg.vecdot(q, d)[:, None])
+
+
+def top(log_q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross entropy on the teacher's 10 likeliest tokens alone, not renormalised (HASS, arXiv 2408.15766)."""
+    best = p.topk(min(10, p.shape[-1]), -1)
+    value = -(best.values * log_q.gather(-1, best.indices)).sum(-1)
+    grad = log_q.exp_() * best.values.sum(-1, keepdim=True)
+    return value, grad.scatter_add_(-1, best.indices, -best.values)
+
+
+def reverse_kl(log_q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """sum_v q (log q - log p)."""
+    ratio = log_q - _log(p)
+    q = log_q.exp_()
+    return torch.linalg.vecdot(q, ratio), through_softmax(ratio, q)
+
+
+def jsd(log_q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """Jensen-Shannon divergence: the mean KL of p and of q from (p + q) / 2."""
+    q = log_q.exp()
+    log_m = _log((p + q) / 2)
+    ratio = log_q - log_m
+    value = 0.5 * (torch.linalg.vecdot(p, _log(p) - log_m) + torch.linalg.vecdot(q, ratio))
+    return value, through_softmax(0.5 * ratio, q)
+
+
+def tv(log_q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """Total variation: 1 - alpha, alpha = sum_v min(p, q) the probability that the guess is accepted."""
+    q = log_q.exp_()
+    alpha = torch.minimum(p, q).sum(-1)
+    return 1 - alpha, through_softmax(-(q < p).to(q.dtype), q)
+
+
+def lk_alpha(log_q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """-log alpha (LK losses, arXiv 2602.23881)."""
+    value, grad = tv(log_q, p)
+    alpha = (1 - value).clamp(min=1e-5)
+    return -alpha.log(), grad / alpha[:, None]
+
+
+def lk_hybrid(log_q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """w KL + (1 - w)(1 - alpha) with w = exp(-3 alpha) of each position, not differentiated (arXiv 2602.23881)."""
+    near, near_grad = tv(log_q.clone(), p)
+    far, far_grad = kl(log_q, p)
+    w = torch.exp(-3 * (1 - near))
+    return w * far + (1 - w) * near, w[:, None] * far_grad + (1 - w)[:, None] * near_grad
+
+
+def _log(p: Tensor) -> Tensor:
+    return p.clamp(min=torch.finfo(p.dtype).tiny).log()
+
+
+LOSSES: dict[str, LossFunction] = {
+    function.__name__: function for function in (kl, reverse_kl, jsd, tv, lk_alpha, lk_hybrid, top)
+}
+LossName = Literal["kl", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_hybrid", "top"]
 
 
 class _Distill(torch.autograd.Function):

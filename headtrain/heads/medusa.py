@@ -6,14 +6,15 @@ blocks are trained and saved. Parameter names are those of the published checkpo
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from headtrain.heads.base import Batch, Head, HeadConfig, HeadLoss
-from headtrain.losses import distill, step_weights, teacher_logits
+from headtrain.losses import LossName, distill, step_weights, teacher_logits
+from headtrain.recurrent import predicting_slots, take_last
 from headtrain.target import Target
 
 
@@ -21,7 +22,7 @@ class MedusaConfig(HeadConfig):
     heads: int = Field(4, ge=1, le=16, description="heads, one for each draft depth")
     layers: int = Field(1, ge=1, le=8, description="residual blocks of a head")
     decay: float = Field(0.8, gt=0, le=1, description="weight decay^i of head i")
-    loss: Literal["kl"] = Field("kl", description="distillation loss")
+    loss: LossName = Field("kl", description="distillation loss")
     vocabulary: int | None = Field(None, description="draft vocabulary size; null: the target's whole vocabulary")
 
 
@@ -92,17 +93,16 @@ class Medusa(Head):
 
     def loss(self, batch: Batch, target: Target) -> HeadLoss:
         """Sum over heads of decay^i times the cross entropy with the target, renormalised on the draft vocabulary."""
-        b, j = batch.loss_mask[:, 2:].nonzero(as_tuple=True)  # the target at position j + 1 teaches the token at j + 2
-        # [K, N]: the position whose head i predicts the token
-        queries = j - torch.arange(self.num_heads, device=j.device)[:, None]
-        known = queries >= 0
+        b, j, queries, known = predicting_slots(
+            batch.loss_mask, self.num_heads
+        )  # a head's query stands where a slot would
         student = torch.stack(  # [K, N, H]
-            [self.states(i, batch.features[b, queries[i].clamp(min=0)]) for i in range(self.num_heads)]
+            [self.states(i, batch.features[b, queries[i]]) for i in range(self.num_heads)]
         )
         total, acceptance = distill(
             student,
             self.lm_head_rows(),
-            teacher_logits(target, batch.hidden[b, j + 1], self.vocabulary),
+            teacher_logits(target, batch.hidden[b, j], self.vocabulary),
             step_weights(self.num_heads, self.config.decay, j.device)[:, None] * known,
             self.config.loss,
         )
@@ -128,7 +128,7 @@ class Medusa(Head):
 
     def _start(self, state: "State", features: Tensor, counts: Tensor) -> Tensor:
         """All heads at each row's last position; features [B, m, H]. Returns logits [B, 1, Vd] of the first level."""
-        v = features.gather(1, (counts - 1)[:, None, None].expand(-1, 1, features.shape[2]))  # [B, 1, H]
+        v = take_last(features, counts)  # [B, 1, H]
         states = torch.cat([self.states(i, v) for i in range(self.num_heads)], 1)
         state.level, state.logits = 0, nn.functional.linear(states, state.rows.to(states.dtype)).float()
         return state.logits[:, :1]

@@ -1,9 +1,11 @@
+from typing import get_args
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headtrain import losses
-from headtrain.losses import distill, kl, step_weights, teacher_logits
+from headtrain.losses import LOSSES, LossName, distill, kl, step_weights, teacher_logits
 from headtrain.target import Target
 from tests.tiny import VOCAB_SIZE, tiny_target
 
@@ -134,3 +136,48 @@ def test_teacher_is_the_target_renormalised_on_the_draft_vocabulary(family):
 
 def test_step_weights():
     torch.testing.assert_close(step_weights(4, 0.8), torch.tensor([1.0, 0.8, 0.64, 0.512]))
+
+
+def in_words(name, log_q, p):
+    """Each loss as its formula says, for autograd."""
+    q = log_q.exp()
+    alpha = torch.minimum(p, q).sum(-1)
+    cross = -(p * log_q).sum(-1)
+    m = (p + q) / 2
+    likeliest = torch.zeros_like(p).scatter(-1, p.topk(min(10, p.shape[-1]), -1).indices, 1.0)
+    w = torch.exp(-3 * alpha.detach())
+    return {
+        "kl": lambda: cross,
+        "reverse_kl": lambda: (q * (log_q - p.log())).sum(-1),
+        "jsd": lambda: ((p * (p / m).log()).sum(-1) + (q * (q / m).log()).sum(-1)) / 2,
+        "tv": lambda: (p - q).abs().sum(-1) / 2,
+        "lk_alpha": lambda: -alpha.log(),
+        "lk_hybrid": lambda: w * cross + (1 - w) * (1 - alpha),
+        "top": lambda: -(likeliest * p * log_q).sum(-1),
+    }[name]()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_and_its_gradient(name):
+    generator = torch.Generator().manual_seed(3)
+    logits = (2 * torch.randn(9, 31, generator=generator, dtype=torch.float64)).requires_grad_()
+    p = torch.softmax(2 * torch.randn(9, 31, generator=generator, dtype=torch.float64), -1)
+    expected = in_words(name, torch.log_softmax(logits, -1), p)
+    (gradient,) = torch.autograd.grad(expected.sum(), logits)
+    before = p.clone()
+    value, grad = LOSSES[name](torch.log_softmax(logits.detach(), -1), p)
+    assert torch.allclose(value, expected, atol=1e-12) and torch.allclose(grad, gradient, atol=1e-12)
+    assert torch.equal(p, before)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_loss_breaks_on_certainty(name):
+    """p and q with exact zeros, equal or disjoint: finite values and gradients."""
+    sure = torch.tensor([[0.0, -200.0, -200.0], [-200.0, 0.0, -200.0]])
+    for p in (torch.eye(3)[:2], torch.eye(3)[1:]):
+        value, grad = LOSSES[name](torch.log_softmax(sure, -1), p)
+        assert bool(value.isfinite().all()) and bool(grad.isfinite().all())
+
+
+def test_loss_names_are_those_of_recipes():
+    assert set(get_args(LossName)) == set(LOSSES)
