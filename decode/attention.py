@@ -20,7 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from decode.gpu import runs_kernels
+
 NAME = "headtrain_tree"
+KERNEL_DIMS = (64, 80, 96, 128, 256)  # head dims of the kernel; a GPU runs others through SDPA
 PREFILL_ROWS = 256  # queries scored at once where SDPA cannot be used; bounds the score matrix of a long prompt
 
 
@@ -38,7 +41,7 @@ class Visibility:
         self.start, self.end = start, end
         self.guarded = False  # set to run the step again without trusting the slots that nobody may see
         self._spans: dict[tuple, tuple[int, Tensor | None]] = {}
-        self._words: Tensor | None = None
+        self._bits: tuple[Tensor, Tensor] | None = None
 
     def visible(self, window: int | None) -> Tensor:
         """[B, m, end] bool: may query v of row b see slot s?"""
@@ -73,13 +76,14 @@ class Visibility:
                 self._spans[key] = first, bias.repeat(1, groups, 1)[:, None]
         return self._spans[key]
 
-    def words(self) -> Tensor:
-        """Ancestors as bits, [B, n, 2] int64: bit j of word w marks node 64 w + j."""
-        if self._words is None:
+    def bits(self) -> tuple[Tensor, Tensor]:
+        """Ancestors as bits [B, m, 2] int64, bit j of word w for node 64 w + j, and the depths [B, n] in dense rows."""
+        if self._bits is None:
             assert self.ancestors is not None
             padded = F.pad(self.ancestors, (0, 128 - self.ancestors.shape[2])).unflatten(2, (2, 64))
-            self._words = (padded.long() << torch.arange(64, device=padded.device)).sum(-1)
-        return self._words
+            words = (padded.long() << torch.arange(64, device=padded.device)).sum(-1)
+            self._bits = words, self.depths.contiguous()
+        return self._bits
 
 
 def attend(
@@ -171,11 +175,12 @@ def forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if tree.ancestors is None:
         out = _attend_prompt(query, key, value, scale, sliding_window, softcap, s_aux)
-    elif query.is_cuda and query.shape[2] == tree.depths.shape[1]:
+    elif runs_kernels(query) and query.shape[-1] == value.shape[-1] in KERNEL_DIMS:
         from headtrain_kernels.tree_attention import tree_attention as tree_attention_kernel
 
+        words, depths = tree.bits()
         out = tree_attention_kernel(
-            query, key, value, tree.lengths, tree.depths, tree.words(), scale, sliding_window, softcap, s_aux
+            query, key, value, tree.lengths, depths, words, scale, sliding_window, softcap, s_aux
         )
     else:
         first, bias = tree.span(sliding_window, query.shape[1] // key.shape[1], query.dtype)
@@ -189,14 +194,17 @@ AttentionInterface.register(NAME, forward)
 
 
 @contextmanager
-def tree_attention(model: PreTrainedModel) -> Iterator[None]:
-    """While entered, `model(..., tree=visibility)` runs the function above instead of the model's own attention."""
+def tree_attention(model: PreTrainedModel, name: str = NAME) -> Iterator[None]:
+    """While entered, `model(..., tree=visibility)` runs the function above instead of the model's own attention.
+
+    `name`: another function that was registered with transformers, and takes other arguments.
+    """
     configs = [model.config, *(getattr(model.config, name) for name in model.config.sub_configs)]
     before = [config._attn_implementation_internal for config in configs]
     for config in configs:
-        config._attn_implementation_internal = NAME
+        config._attn_implementation_internal = name
     try:
         yield
     finally:
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation_internal = name
+        for config, own in zip(configs, before, strict=True):
+            config._attn_implementation_internal = own

@@ -6,12 +6,15 @@ start at zero and only ever hold what the model wrote, so a slot that nobody may
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decode.errors import UserError
+from decode.gpu import runs_kernels
 
 GRANULE = 64  # capacities are multiples of this
 
@@ -92,22 +95,16 @@ class TreeCache(Cache):
             self._writes[at + 1][rows, :, slots] = value.transpose(1, 2)
         return self._reads[at], self._reads[at + 1]
 
-    def commit(self, path: Tensor, counts: list[int], moved: bool = True) -> None:
+    def commit(self, path: Tensor, counts: Sequence[int] | Tensor, moved: bool = True) -> None:
         """Keep the nodes path[b, :counts[b]] of each row, in this order, and forget the rest.
 
         path [B, m] node ids of the opened step with path[b, j] >= j (breadth-first order), -1 behind a row's path.
         `moved=False` promises that path[b, j] == j throughout, as on a chain.
         """
         if moved:
-            assert self.store is not None
-            steps = torch.arange(path.shape[1], device=path.device)
-            path = path.where(path >= 0, steps)
-            if self.start is not None and len(path) == 1:
-                tree = self.store.narrow(4, self.start, self.written + self.nodes)
-                # index_select copies before the write, so overlapping source and destination are safe
-                tree.narrow(4, 0, path.shape[1]).copy_(tree.index_select(4, path[0]))
-            else:
-                self._move(self.lengths[:, None] + path, self.lengths[:, None] + steps)
+            self._keep(path)
+        if isinstance(counts, Tensor):
+            counts = counts.tolist()
         self.host_lengths = [a + b for a, b in zip(self.host_lengths, counts, strict=True)]
         self.lengths = torch.tensor(self.host_lengths, device=self.lengths.device)
 
@@ -117,6 +114,23 @@ class TreeCache(Cache):
             self.store = self.store.index_select(2, rows)
         self.lengths = self.lengths[rows]
         self.host_lengths = self.lengths.tolist()
+
+    def _keep(self, path: Tensor) -> None:
+        """Move the nodes path [B, m] of all layers to the slots behind the prefix, in place."""
+        assert self.store is not None
+        if runs_kernels(self.store):
+            from headtrain_kernels.kv_commit import kv_commit
+
+            return kv_commit(self.store, self.lengths, path.contiguous())
+        steps = torch.arange(path.shape[1], device=path.device)
+        path = path.where(path >= 0, steps)
+        if self.start is not None and len(path) == 1:
+            tree = self.store.narrow(4, self.start, self.written + self.nodes)
+            # index_select copies before the write, so overlapping source and destination are safe
+            tree.narrow(4, 0, path.shape[1]).copy_(tree.index_select(4, path[0]))
+        else:
+            self._move(self.lengths[:, None] + path, self.lengths[:, None] + steps)
+        return None
 
     def _move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots source [B, m] to slots target [B, m] in all layers; they may overlap."""

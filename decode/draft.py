@@ -95,7 +95,7 @@ class ModelDraft:
         chain = torch.arange(m, device=tokens.device).expand(batch, m)
         causal = torch.ones(m, m, dtype=torch.bool, device=tokens.device).tril().expand(batch, m, m)
         logits, _ = self.forward(state.cache, self._known(tokens), chain, causal)
-        state.cache.commit(chain, counts.tolist(), moved=False)
+        state.cache.commit(chain, counts, moved=False)
         state.guesses = Guesses(batch, tokens.device)
         last = (counts - 1)[:, None, None].expand(-1, 1, logits.shape[-1])
         return logits.gather(1, last)[..., : self.size]

@@ -165,6 +165,7 @@ class Noise:
 
     def __init__(self, seed: int, sequences: Tensor | Sequence[int], device: torch.device | str = "cpu"):
         self.seed = seed
+        self.seed_on_device: int | Tensor = seed  # a tensor [1] where a captured step must serve other seeds
         self.device = torch.device(device)
         self.sequences = torch.as_tensor(sequences, dtype=torch.int64, device=self.device)  # [B]
         assert self.sequences.dim() == 1, f"sequences: {tuple(self.sequences.shape)}, expected [B]"

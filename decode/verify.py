@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from decode.errors import UserError
+from decode.gpu import runs_kernels
 from decode.noise import ACCEPT, RESIDUAL, Noise
 from decode.tree import Tree
 
@@ -68,6 +69,8 @@ class Given:
 
 def greedy(tree: Tree, logits: Tensor | Rows, noise: Noise, positions: Tensor, vocabulary: Tensor | None) -> Verdict:
     """A node chooses its argmax; a child that carries the choice is accepted."""
+    if isinstance(logits, Tensor) and runs_kernels(logits):
+        return _walk_on_gpu(tree, logits)
     if isinstance(logits, Tensor) and logits.device.type != "cpu":
         return follow(tree, logits.argmax(-1))
     return _match(tree, _rows(logits), lambda scores, depth: scores.max(-1).indices)
@@ -79,6 +82,8 @@ def gumbel(tree: Tree, logits: Tensor | Rows, noise: Noise, positions: Tensor, v
     What is committed depends on the target and the seed only: plain decoding with this noise gives the same tokens.
     Lossless for this comparison alone; u < p/q with shared noise is not.
     """
+    if isinstance(logits, Tensor) and runs_kernels(logits):
+        return _walk_on_gpu(tree, logits, noise, positions)
     if isinstance(logits, Tensor) and logits.device.type != "cpu":
         return follow(tree, gumbel_choices(tree, logits, noise, positions))
 
@@ -199,6 +204,16 @@ def typical(
     path, count, end = _deepest(tree, agrees, likelihood)
     weights = torch.softmax(logits[batch[:, 0], end].double(), -1)
     return Verdict(path, count, _draw(weights, noise, positions + count))
+
+
+def _walk_on_gpu(tree: Tree, logits: Tensor, noise: Noise | None = None, positions: Tensor | None = None) -> Verdict:
+    """`_match` in two launches and without a host, for the argmax of logits [B, n, V], with noise or without."""
+    from headtrain_kernels.tree_verify import tree_verify
+
+    tokens, parents, depths, valid = (x.contiguous() for x in (tree.tokens, tree.parents, tree.depths, tree.valid))
+    seed, sequences = (None, None) if noise is None else (noise.seed_on_device, noise.sequences)
+    depth = _extent(tree)[0]
+    return Verdict(*tree_verify(logits, tokens, parents, depths, valid, depth, seed, sequences, positions))
 
 
 def gumbel_choices(tree: Tree, logits: Tensor, noise: Noise, positions: Tensor) -> Tensor:

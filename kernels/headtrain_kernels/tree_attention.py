@@ -4,7 +4,8 @@
     o_v = sum_j exp(s[v, j]) v_j / (exp(sink) + sum_j exp(s[v, j])),   j over the slots that node v sees
 
 Node v sees slot j < L if pos(v) - j < window, and slot L + u if u is v or an ancestor of v and pos(v) - pos(u) < window, where
-pos(v) = L + depth(v). The tree's own K and V are already in slots L..L+n-1.
+pos(v) = L + depth(v). The tree's own K and V are already in slots L..L+n-1. A tree that is run level by level asks for its last
+nodes only: q and the words then have m <= n rows, depths all n.
 
 Shapes: q [B, Hq, n, d], caches [B, Hkv, S, d], G = Hq / Hkv, R = n * G rows per KV head. Rows are packed node-major
 (r = node * G + g), so one program reads each K and V row once for all of them. The prefix is split over programs; the last
@@ -110,7 +111,7 @@ def _tree_attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr,
     length_ptr, depth_ptr, word_ptr, sink_ptr, k_scale_ptr, v_scale_ptr,
     q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
-    num_nodes, num_heads, window, scale, row_tiles, splits,
+    num_nodes, num_slots, num_heads, window, scale, row_tiles, splits,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     MIN: tl.constexpr, HAS_WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +129,7 @@ def _tree_attention_kernel(
         real = node < num_nodes
         dims = tl.arange(0, BLOCK_D)
         in_head = dims < HEAD_DIM
-        depth = tl.load(depth_ptr + batch * num_nodes + node, mask=real, other=0).to(tl.int32)
+        depth = tl.load(depth_ptr + (batch + 1) * num_slots - num_nodes + node, mask=real, other=0).to(tl.int32)
 
         q_at = batch * q_stride_b + head.to(tl.int64) * q_stride_h + node.to(tl.int64) * q_stride_n
         q = tl.load(q_ptr + q_at[:, None] + dims[None, :], mask=real[:, None] & in_head[None, :], other=0.0)
@@ -176,7 +177,7 @@ def _tree_attention_kernel(
             v = tl.load(v_many + at * v_stride_s, mask=in_head[None, :], other=0.0)
             top, total, acc = _accumulate(q, k, v, scale, top, total, acc, SOFTCAP)
 
-        stop = tl.where(split == used - 1, length + num_nodes, end) - begin
+        stop = tl.where(split == used - 1, length + num_slots, end) - begin
         low = tl.load(word_ptr + (batch * num_nodes + node) * 2, mask=real, other=0)
         high = tl.load(word_ptr + (batch * num_nodes + node) * 2 + 1, mask=real, other=0)
         for at in range(rest, stop, BLOCK_T):
@@ -190,7 +191,7 @@ def _tree_attention_kernel(
             bit = (word >> (other & 63).to(tl.int64)[None, :]) & 1
             sees = ((other < 0) & (slot < end))[None, :] | (in_tree[None, :] & (bit != 0))
             if HAS_WINDOW:
-                other_depth = tl.load(depth_ptr + batch * num_nodes + other, mask=in_tree, other=0).to(tl.int32)
+                other_depth = tl.load(depth_ptr + batch * num_slots + other, mask=in_tree, other=0).to(tl.int32)
                 position = tl.where(in_tree, length + other_depth, slot)
                 sees = sees & (length + depth[:, None] - position[None, :] < window)
             top, total, acc = _accumulate_masked(q, k, v, sees, scale, top, total, acc, SOFTCAP)
@@ -261,10 +262,15 @@ def check_arguments(
     kv_heads = k.shape[1]
     check_shape("v_cache", v, batch, kv_heads, k.shape[2], dim)
     check_shape("lengths", lengths, batch)
-    check_shape("depths", depths, batch, num_nodes)
+    check_shape("depths", depths, batch, None)
     check_shape("words", words, batch, num_nodes, 2)
     assert heads % kv_heads == 0, f"q: {heads} heads received, a multiple of the cache's {kv_heads} expected"
+    slots = depths.shape[1]
     assert 1 <= num_nodes <= MAX_NODES, f"q: {num_nodes} nodes received, 1 to {MAX_NODES} expected"
+    assert num_nodes <= slots <= MAX_NODES, (
+        f"depths: shape {tuple(depths.shape)} received, ({batch}, {num_nodes} to {MAX_NODES}) expected: q holds the last of"
+        " these nodes"
+    )
     check_dtype("q", q, *FLOATS)
     check_dtype("k_cache", k, q.dtype, *FP8)
     check_dtype("v_cache", v, k.dtype)
@@ -340,7 +346,7 @@ def launch_tree_attention(
         q, k, v, out, partial, lse, lengths, depths, words,
         unused if sinks is None else sinks, unused if k_scale is None else k_scale, unused if v_scale is None else v_scale,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        num_nodes, heads, window or 0, scale, row_tiles, splits,
+        num_nodes, depths.shape[1], heads, window or 0, scale, row_tiles, splits,
         GROUP=group, BLOCK_M=block_m, BLOCK_T=block_t, SOFTCAP=softcap or 0.0, HAS_SCALES=k_scale is not None,
         num_warps=warps, num_stages=stages, **options,
     )  # fmt: skip
@@ -362,9 +368,9 @@ def _torch_tree_attention(
     check_arguments(q, k, v, lengths, depths, words, sinks, k_scale, v_scale)
     batch, heads, num_nodes, dim = q.shape
     kv_heads = k.shape[1]
-    total = int(lengths.max()) + num_nodes if mask is None else mask.shape[-1]
+    total = int(lengths.max()) + depths.shape[1] if mask is None else mask.shape[-1]
     k, v = k[:, :, :total].to(q.dtype), v[:, :, :total].to(q.dtype)  # views, except for fp8
-    if mask is None and not (batch == 1 and num_nodes == 1 and window is None):
+    if mask is None and not (batch == 1 and depths.shape[1] == 1 and window is None):
         mask = tree_mask(lengths, depths, words, total, window)  # [B, n, S]
     grouped = q.reshape(batch, kv_heads, -1, dim)  # [B, Hkv, G * n, d]
     scores = torch.matmul(grouped, k.mT).float().view(batch, heads, num_nodes, total)
@@ -397,8 +403,8 @@ def tree_attention(
         q: [B, Hq, n, d] float32, float16 or bfloat16, any strides with dense rows.
         k_cache, v_cache: [B, Hkv, S, d] of q's dtype or float8; rows lengths[b]..lengths[b]+n-1 hold the tree's own K and V.
         lengths: [B] integers, tokens in the prefix.
-        depths: [B, n] integers, 0 at the root.
-        words: [B, n, 2] int64 ancestor bits (`pack_ancestors`).
+        depths: [B, n] integers, 0 at the root; more columns than q has nodes if q holds the last nodes only.
+        words: [B, n, 2] int64 ancestor bits of q's nodes (`pack_ancestors`).
         scale: factor of q . k; default 1 / sqrt(d).
         window: a node sees positions above pos - window only; None: all.
         softcap: cap of the scaled score; None: none.

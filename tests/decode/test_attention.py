@@ -259,7 +259,7 @@ def test_ordinary_forwards_keep_their_own_attention():
 def test_words_are_the_ancestor_bits():
     parents = [-1, *range(99)]
     depths, ancestors = shape_of(parents)
-    words = visibility([3], depths[None], ancestors[None]).words()
+    words = visibility([3], depths[None], ancestors[None]).bits()[0]
     assert words.shape == (1, 100, 2)
     for v in (0, 1, 62, 63, 64, 99):
         bits = sum(1 << int(j) for j in ancestors[v].nonzero()[:, 0])

@@ -70,13 +70,16 @@ def label(*parts: object) -> None:
     case = " ".join(str(part).removeprefix("torch.") for part in parts)
 
 
-def attention(dtype: torch.dtype, kv: torch.dtype, n: int, group: int, dim: int, **options: object) -> None:
+def attention(
+    dtype: torch.dtype, kv: torch.dtype, n: int, group: int, dim: int, before: int = 0, **options: object
+) -> None:
+    """`before`: nodes of the tree in front of the n that are queries."""
     from headtrain_kernels.tree_attention import launch_tree_attention
 
     label(dtype, kv, f"n={n} d={dim}", *options)
     q = torch.zeros(1, n, 2 * group, dim, dtype=dtype).transpose(1, 2)
     cache = torch.zeros(1, 2, 1024, dim).to(kv)
-    lengths, depths = torch.zeros(1, dtype=torch.int64), torch.zeros(1, n, dtype=torch.int64)
+    lengths, depths = torch.zeros(1, dtype=torch.int64), torch.zeros(1, before + n, dtype=torch.int64)
     words = torch.zeros(1, n, 2, dtype=torch.int64)
     if options.pop("scales", False):
         options |= {"k_scale": torch.ones(2), "v_scale": torch.ones(2)}
@@ -129,6 +132,7 @@ def others(dtype: torch.dtype) -> None:
 def compile_all(every: bool) -> None:
     bf16, fp16, fp32, fp8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
     attention(bf16, bf16, 60, 4, 128)
+    attention(bf16, bf16, 8, 4, 128, before=19)
     attention(bf16, fp8, 16, 4, 128, scales=True, window=100, softcap=30.0, sink=True)
     others(bf16)
     if every:

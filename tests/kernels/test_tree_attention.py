@@ -1,13 +1,14 @@
 """Kernel and torch form against the float64 loop. See `cases` for the NaN that surrounds every problem."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from headtrain_kernels import tree_attention as module
 from headtrain_kernels._triton import tl, triton
 from headtrain_kernels.ancestors import pack_ancestors, tree_mask
-from headtrain_kernels.tree_attention import launch_tree_attention, tree_attention
+from headtrain_kernels.tree_attention import _torch_tree_attention, launch_tree_attention, tree_attention
 
 from tests.kernels.cases import Problem, assert_differs, assert_matches, make_problem
 
@@ -157,6 +158,28 @@ def test_branch_equals_chain(device):
     assert_matches(chain.launch(), problem.launch()[:, :, branch], FP32)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("window", [None, 6])
+def test_last_nodes_alone(window, splits, device):
+    """A tree run level by level: queries of the last nodes, the rest of the tree in the cache."""
+    problem = make_problem((800, 7), 11, kv_heads=2, group=2, device=device, window=window)
+    expected = problem.reference()
+    common = problem.lengths, problem.depths
+    for form in (partial(launch_tree_attention, max_splits=splits), _torch_tree_attention_of):
+        for m in (1, 4, 11):
+            q, words = problem.q[:, :, -m:], problem.words[:, -m:].contiguous()
+            out = form(q, problem.k.nan_to_num(), problem.v.nan_to_num(), *common, words, problem.scale, window)
+            assert_matches(out, expected[:, :, -m:], FP32)
+    with pytest.raises(AssertionError, match=r"depths: shape \(2, 3\) received, \(2, 11 to 128\) expected"):
+        launch_tree_attention(
+            problem.q, problem.k, problem.v, problem.lengths, problem.depths[:, :3], problem.words, problem.scale
+        )
+
+
+def _torch_tree_attention_of(q, k, v, lengths, depths, words, scale, window):
+    return _torch_tree_attention(q, k, v, lengths, depths, words, scale, window, *[None] * 5)
+
+
 def test_node_that_sees_nothing_is_zero(device):
     problem = make_problem((0,), 4, device=device)
     problem.ancestors[0, 3] = False
@@ -264,7 +287,7 @@ def test_torch_form_scales_a_quantised_cache():
         ("k", lambda p: p.k.half(), r"k_cache: dtype torch.float16 received, torch.float32 or"),
         ("lengths", lambda p: p.lengths.float(), r"lengths: dtype torch.float32 received"),
         ("lengths", lambda p: p.lengths.repeat(2), r"lengths: shape \(2,\) received, \(1\) expected"),
-        ("depths", lambda p: p.depths[:, :2], r"depths: shape \(1, 2\) received, \(1, 3\) expected"),
+        ("depths", lambda p: p.depths[:, :2], r"depths: shape \(1, 2\) received, \(1, 3 to 128\) expected"),
     ],
 )  # fmt: skip
 def test_asserts_name_the_argument(name, change, message, device):
