@@ -1,0 +1,134 @@
+"""Matrix products of few tokens on a CPU, at the speed of its memory.
+
+In bfloat16 `F.linear` first brings the weight into a layout for many rows, which for a few tokens costs as much as the
+product; W @ x^T reads the weight as it lies. Layers that are given the same tensor one after another (query, key and
+value; gate and up) become one product. The results are those of the layers themselves but for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+FEW = 32  # tokens up to which W @ x^T is the faster
+
+
+def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [.., K] W^T + bias -> [.., N] with weight [N, K]."""
+    tokens = x.numel() // x.shape[-1]
+    if tokens > FEW or tokens == 0:
+        return F.linear(x, weight, bias)
+    if tokens == 1:
+        row = x.reshape(-1)
+        out = torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
+    else:
+        columns = x.reshape(tokens, -1).t()
+        out = (torch.mm(weight, columns) if bias is None else torch.addmm(bias[:, None], weight, columns)).t()
+    return out.view(*x.shape[:-1], -1)
+
+
+class _Siblings:
+    """Layers of one parent that read the same input. Their weights become views of one matrix."""
+
+    def __init__(self, layers: list[nn.Linear]):
+        self.layers = layers
+        self.sizes = [layer.out_features for layer in layers]
+        self.weight = _join([layer.weight.data for layer in layers])
+        self.bias = None if layers[0].bias is None else torch.cat([layer.bias.data for layer in layers])
+        for layer, rows in zip(layers, self.weight.split(self.sizes), strict=True):
+            layer.weight.data = rows
+        self.input: Tensor | None = None
+        self.outputs: tuple[Tensor, ...] = ()
+
+    def forwards(self) -> list[Callable[[Tensor], Tensor]]:
+        return [self._forward(i) for i in range(len(self.layers))]
+
+    def _forward(self, i: int) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            if self.input is not x:
+                self.input, self.outputs = x, project(x, self.weight, self.bias).split(self.sizes, -1)
+            out = self.outputs[i]
+            if i == len(self.layers) - 1:
+                self.input, self.outputs = None, ()
+            return out
+
+        return forward
+
+
+class FewTokens:
+    """A context in which the linear layers of `model` run as above; the first one entered learns who shares inputs.
+
+    Only plain bfloat16 layers on a CPU take part. The model's weights keep their values, but those of siblings move
+    into common storage.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.layers = [
+            module
+            for module in model.modules()
+            if type(module) is nn.Linear
+            and module.weight.device.type == "cpu"
+            and module.weight.dtype is torch.bfloat16
+        ]
+        names = {id(module): name.rpartition(".")[0] for name, module in model.named_modules()}
+        self.parents = {layer: names[id(layer)] for layer in self.layers}
+        self.forwards: list[Callable[[Tensor], Tensor]] | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        groups: list[list[nn.Linear]] = []
+        for layer, forward in zip(self.layers, self.forwards or self._watch(groups), strict=True):
+            layer.__dict__["forward"] = forward  # past nn.Module's slow __setattr__
+        try:
+            yield
+            if self.forwards is None:
+                self.forwards = self._plan(groups)
+        finally:
+            for layer in self.layers:
+                layer.__dict__.pop("forward", None)
+
+    def _watch(self, groups: list[list[nn.Linear]]) -> list[Callable[[Tensor], Tensor]]:
+        """Forwards of the layers themselves that note in `groups` who was given the tensor of the call before."""
+        last: list[Tensor] = []
+
+        def watch(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+            def forward(x: Tensor) -> Tensor:
+                kin = last and last[0] is x and self._match(groups[-1][-1], layer)
+                groups[-1].append(layer) if kin else groups.append([layer])
+                last[:] = [x]
+                return F.linear(x, layer.weight, layer.bias)
+
+            return forward
+
+        return [watch(layer) for layer in self.layers]
+
+    def _match(self, a: nn.Linear, b: nn.Linear) -> bool:
+        return a is not b and self.parents[a] == self.parents[b] and (a.bias is None) == (b.bias is None)
+
+    def _plan(self, groups: list[list[nn.Linear]]) -> list[Callable[[Tensor], Tensor]]:
+        """One forward a layer; a layer that was seen in two groups, or in none, goes alone."""
+        seen = [id(layer) for group in groups for layer in group]
+        planned: dict[int, Callable[[Tensor], Tensor]] = {}
+        for group in groups:
+            if len(group) > 1 and all(seen.count(id(layer)) == 1 for layer in group):
+                planned |= dict(zip(map(id, group), _Siblings(group).forwards(), strict=True))
+        return [planned.get(id(layer)) or _alone(layer) for layer in self.layers]
+
+
+def _join(weights: list[Tensor]) -> Tensor:
+    """Matrices [N_i, K] as one [sum N_i, K]; no copy where an earlier engine has joined them."""
+    first, end = weights[0], weights[0].storage_offset()
+    for weight in weights:
+        if weight.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or weight.storage_offset() != end:
+            return torch.cat(weights)
+        end += weight.numel()
+    rows = sum(weight.shape[0] for weight in weights)
+    return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
+
+
+def _alone(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+    return lambda x: project(x, layer.weight, layer.bias)
