@@ -1,6 +1,7 @@
 """One `log(numbers, step)` for all trackers: JSON lines in the run's folder always, others when the recipe asks."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,4 +80,16 @@ def tracker_names(config: Any) -> list[str]:
             __import__(name)
         except ImportError:
             raise UserError(f"tracking.{name}: the package {name} is not installed; run: pip install {name}") from None
+    if config.wandb and int(os.environ.get("RANK", "0")) == 0:  # the only process that logs
+        require_login()
     return names
+
+
+def require_login() -> None:
+    """Raises UserError where wandb would ask for an account: it is neither logged in nor offline."""
+    import wandb
+
+    if os.environ.get("WANDB_MODE", "online") in ("online", "shared") and not (
+        wandb.api.api_key or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
+    ):
+        raise UserError("tracking.wandb: no account is logged in; run `wandb login`, or set WANDB_MODE=offline")

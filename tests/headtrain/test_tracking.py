@@ -5,8 +5,10 @@ import json
 import pytest
 
 from decode.errors import UserError
-from headtrain.recipe import TrackingConfig
+from headtrain.recipe import Recipe, TrackingConfig
 from headtrain.tracking import Tracker, flatten, tracker_names
+from headtrain.trainer import train
+from tests.folders import losses, recipe_dict
 
 
 class Accelerator:
@@ -77,3 +79,32 @@ def test_trackers_by_name(monkeypatch):
 
 def test_flatten():
     assert flatten({"a": 1.0, "b": [2.0, 3.0], "c": []}) == {"a": 1.0, "b/0": 2.0, "b/1": 3.0}
+
+
+def test_wandb_without_login(monkeypatch, tmp_path):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    with pytest.raises(UserError, match=r"tracking\.wandb: no account .* WANDB_MODE=offline"):
+        tracker_names(TrackingConfig(wandb=True))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert tracker_names(TrackingConfig(wandb=True)) == ["wandb"]
+
+
+def test_files_of_offline_trackers(monkeypatch, tmp_path, target_folder, chats, fresh_accelerator):
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    wandb.teardown()  # it remembers the environment of its first use in this process
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    raw = recipe_dict(target_folder, chats, tmp_path, steps=3)
+    raw["tracking"] = {"wandb": True, "tensorboard": True}
+    train(Recipe.from_dict(raw))
+    (record,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    content = record.read_bytes()
+    assert b"learning_rate" in content and b"acceptance/1" in content
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (events,) = tmp_path.rglob("events.out.tfevents.*")
+    scalars = EventAccumulator(str(events)).Reload().Scalars("loss")
+    assert {event.step: event.value for event in scalars} == pytest.approx(losses(tmp_path), rel=1e-5)
