@@ -2,8 +2,8 @@
 
 Head i (0-based) reads u_t and the embeddings of x_{t+1} .. x_{t+1+i}, and predicts x_{t+2+i}; it is taught by the
 target's distribution at position t+1+i, and counts if the predicted token is trained. u_t is the target's last hidden
-state, or with `prefix` the output of one decoder layer over it. Unlike the published heads, which own a matrix of
-logits each, all heads go through the target's lm_head.
+state, or with `prefix` the output of one decoder layer over it. All heads go through the target's lm_head; the published
+ones have `own_lm_head` and `prefix_norm`.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from decode.cache import TreeCache
 from headtrain.heads.base import Batch, Head, HeadConfig, HeadLoss
 from headtrain.layers import MLP, Attention, Geometry, Norm, rotary_embedding
 from headtrain.losses import LossName, distill, step_weights, teacher_logits
+from headtrain.packing import Documents, spans
 from headtrain.recurrent import predicting_slots, take_last
 from headtrain.target import Target
 
@@ -26,6 +27,8 @@ class HydraConfig(HeadConfig):
     heads: int = Field(4, ge=1, le=16, description="heads, one for each draft depth")
     layers: int = Field(4, ge=1, le=8, description="blocks of a head")
     prefix: bool = Field(True, description="one decoder layer in front of the heads (Hydra++)")
+    prefix_norm: bool = Field(False, description="a norm behind that layer, as in the published heads")
+    own_lm_head: bool = Field(False, description="each head trains a copy of lm_head; else all go through the target's")
     decay: float = Field(1.0, gt=0, le=1, description="weight decay^i of head i")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout between the blocks")
     loss: LossName = Field("kl", description="distillation loss")
@@ -47,17 +50,19 @@ class Block(nn.Module):
 class Prefix(nn.Module):
     """One decoder layer over the target's hidden states."""
 
-    def __init__(self, g: Geometry):
+    def __init__(self, g: Geometry, normed: bool):
         super().__init__()
         self.input_layernorm = Norm(g.hidden, g.eps)
         self.self_attn = Attention(g, g.hidden)
         self.post_attention_layernorm = Norm(g.hidden, g.eps)
         self.mlp = MLP(g)
+        self.norm = Norm(g.hidden, g.eps) if normed else None
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """hidden [B, T, H], attended [B, nh, T, d] -> [B, T, H]."""
         hidden = hidden + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return hidden if self.norm is None else self.norm(hidden)
 
 
 @dataclass
@@ -84,7 +89,7 @@ class Hydra(Head):
         self.target_layers = (target.num_layers,)
         self.max_depth = config.heads
         hidden = self.g.hidden
-        self.prefix = Prefix(self.g) if config.prefix else None
+        self.prefix = Prefix(self.g, config.prefix_norm) if config.prefix else None
         self.hydra_mlp = nn.ModuleList(
             nn.Sequential(
                 Block((i + 2) * hidden, hidden),
@@ -92,6 +97,9 @@ class Hydra(Head):
             )
             for i in range(config.heads)
         )
+        if config.own_lm_head:
+            size = target.vocab_size if vocabulary is None else len(vocabulary)
+            self.hydra_lm_head = nn.ModuleList(nn.Linear(hidden, size) for _ in range(config.heads))
         self.register_buffer("token_map", vocabulary)  # [Vd] ascending target ids; absent for the whole vocabulary
         object.__setattr__(self, "target", target)  # its embedding and lm_head are used, never saved or trained here
         object.__setattr__(self, "rotary", rotary_embedding(target))
@@ -102,7 +110,12 @@ class Hydra(Head):
 
     @classmethod
     def build(cls, config: HydraConfig, target: Target, vocabulary: Tensor | None = None) -> "Hydra":
-        return cls(config, target, None if vocabulary is None else vocabulary.to(target.device))
+        head = cls(config, target, None if vocabulary is None else vocabulary.to(target.device))
+        if config.own_lm_head:
+            for own in head.hydra_lm_head:
+                own.weight.data.copy_(head.lm_head_rows().detach())  # type: ignore[union-attr,operator]
+                own.bias.data.zero_()  # type: ignore[union-attr,operator]
+        return head
 
     @classmethod
     def restore(
@@ -125,31 +138,42 @@ class Hydra(Head):
         x = torch.cat([u, embeddings.to(u.dtype).flatten(-2)], -1)
         return self.hydra_mlp[i](x)
 
+    def distill(self, i: int, state: Tensor, teacher, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Head i alone, over its own matrix: state [N, H], weights [N]. The bias is the weight of a constant 1."""
+        own: nn.Linear = self.hydra_lm_head[i]  # type: ignore[assignment]
+        student = nn.functional.pad(state, (0, 1), value=1.0)[None]
+        return distill(student, torch.cat([own.weight, own.bias[:, None]], 1), teacher, weights[None], self.config.loss)
+
+    def packs(self) -> bool:
+        return True
+
     def loss(self, batch: Batch, target: Target) -> HeadLoss:
         """Sum over heads of decay^i times the cross entropy with the target, renormalised on the draft vocabulary."""
         heads = self.config.heads
-        b, j, queries, known = predicting_slots(batch.loss_mask, heads)
-        u = self._prompt(batch.features)  # [B, T, H]
+        b, j, queries, known = predicting_slots(batch.loss_mask, heads, batch.documents)
+        u = self._prompt(batch.features, batch.documents)  # [B, T, H]
         embeddings = self.target.embedding(batch.input_ids)  # [B, T, H]
         last = batch.input_ids.shape[1] - 1
         student = []
         for i in range(heads):
             behind = (queries[i][:, None] + 1 + torch.arange(i + 1, device=j.device)).clamp(max=last)  # [N, i + 1]
             student.append(self.head_state(i, u[b, queries[i]], embeddings[b[:, None], behind]))
-        total, acceptance = distill(
-            torch.stack(student),
-            self.lm_head_rows(),
-            teacher_logits(target, batch.hidden[b, j], self.vocabulary),
-            step_weights(heads, self.config.decay, j.device)[:, None] * known,
-            self.config.loss,
-        )
+        teacher = teacher_logits(target, batch.hidden[b, j], self.vocabulary)
+        weights = step_weights(heads, self.config.decay, j.device)[:, None] * known
+        if self.config.own_lm_head:
+            parts = [self.distill(i, student[i], teacher, weights[i]) for i in range(heads)]
+            acceptance = torch.cat([acceptance for _, acceptance in parts])
+            return HeadLoss(torch.stack([total for total, _ in parts]).sum(), acceptance, known.sum(1))
+        total, acceptance = distill(torch.stack(student), self.lm_head_rows(), teacher, weights, self.config.loss)
         return HeadLoss(total, acceptance, known.sum(1))
 
-    def _prompt(self, features: Tensor) -> Tensor:
-        """u of every position of whole rows, features [B, T, H] from position 0 on."""
+    def _prompt(self, features: Tensor, documents: Documents | None = None) -> Tensor:
+        """u of every position of whole rows, features [B, T, H] from position 0 on; conversations may be packed."""
         features = features.to(self.hydra_mlp[0][0].linear.weight.dtype)  # type: ignore[index,union-attr]
         if self.prefix is None:
             return features
+        if documents is not None:
+            return torch.cat([self._prompt(features[:, span]) for span in spans(documents)], 1)
         cache = TreeCache(1, len(features), features.shape[1], features.device)
         return self._run_prefix(cache, features, None)
 
@@ -202,7 +226,7 @@ class Hydra(Head):
             causal = torch.ones(m, m, dtype=torch.bool, device=tokens.device).tril().expand(batch, m, m)
             features = self._run_prefix(state.cache, features, causal)
             chain = torch.arange(m, device=tokens.device).expand(batch, m)
-            state.cache.commit(chain, counts.tolist(), moved=False)
+            state.cache.commit(chain, counts, moved=False)
         state.u = take_last(features, counts)
         return self._start(state, tokens.gather(1, (counts - 1)[:, None]))
 
@@ -221,4 +245,6 @@ class Hydra(Head):
 
     def _logits(self, i: int, u: Tensor, paths: Tensor) -> Tensor:
         y = self.head_state(i, u, paths[:, :, : i + 1])
+        if self.config.own_lm_head:
+            return self.hydra_lm_head[i](y).float()
         return self.target.finish_logits(nn.functional.linear(y, self.lm_head_rows().to(y.dtype)).float())

@@ -2,7 +2,8 @@
 
 Head i (0-based) reads the hidden state of position t and predicts x_{t+2+i}: the target itself predicts x_{t+1}. It is
 taught by the target's distribution at position t+1+i, and counts if the predicted token is trained. Only the residual
-blocks are trained and saved. Parameter names are those of the published checkpoints.
+blocks are trained and saved, or with `own_lm_head` a matrix of logits for each head too. Parameter names are those of
+the published checkpoints.
 """
 
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ class MedusaConfig(HeadConfig):
     decay: float = Field(0.8, gt=0, le=1, description="weight decay^i of head i")
     loss: LossName = Field("kl", description="distillation loss")
     vocabulary: int | None = Field(None, description="draft vocabulary size; null: the target's whole vocabulary")
+    own_lm_head: bool = Field(False, description="each head trains a copy of lm_head; else all go through the target's")
 
 
 class Block(nn.Module):
@@ -50,8 +52,11 @@ class Medusa(Head):
         self.config = config
         self.target_layers = (target.num_layers,)
         self.max_depth = config.heads
+        size = target.vocab_size if vocabulary is None else len(vocabulary)
         for i in range(config.heads):
-            self.add_module(str(i), nn.Sequential(*(Block(target.hidden_size) for _ in range(config.layers))))
+            blocks: list[nn.Module] = [Block(target.hidden_size) for _ in range(config.layers)]
+            own = [nn.Linear(target.hidden_size, size, bias=False)] if config.own_lm_head else []
+            self.add_module(str(i), nn.Sequential(*blocks, *own))
         self.register_buffer("token_map", vocabulary)  # [Vd] ascending target ids; absent for the whole vocabulary
         object.__setattr__(self, "target", target)  # its lm_head is used, never saved or trained here
 
@@ -61,7 +66,11 @@ class Medusa(Head):
 
     @classmethod
     def build(cls, config: MedusaConfig, target: Target, vocabulary: Tensor | None = None) -> "Medusa":
-        return cls(config, target, None if vocabulary is None else vocabulary.to(target.device))
+        head = cls(config, target, None if vocabulary is None else vocabulary.to(target.device))
+        if config.own_lm_head:
+            for i in range(config.heads):
+                head.lm_head_rows(i).data.copy_(head.target_rows().detach())
+        return head
 
     @classmethod
     def restore(
@@ -81,36 +90,44 @@ class Medusa(Head):
     def states(self, i: int, v: Tensor) -> Tensor:
         """What head i gives to lm_head; v, result [.., H]."""
         blocks: Any = self._modules[str(i)]
-        v = blocks(v.to(blocks[0].linear.weight.dtype))
+        v = blocks[: self.config.layers](v.to(blocks[0].linear.weight.dtype))
+        if self.config.own_lm_head:
+            return v
         # Some targets scale their logits; the scale is linear, so it can stand in front of lm_head.
         config = self.target.config
         return v * ((getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1))
 
-    def lm_head_rows(self) -> Tensor:
+    def lm_head_rows(self, i: int) -> Tensor:
+        """[Vd, H] rows that give the logits of head i."""
+        heads: Any = self._modules
+        return heads[str(i)][-1].weight if self.config.own_lm_head else self.target_rows()
+
+    def target_rows(self) -> Tensor:
         """[Vd, H] rows of the target's lm_head."""
         weight = self.target.lm_head_weight
         return weight if self.token_map is None else weight[self.token_map]
 
+    def packs(self) -> bool:
+        return True
+
     def loss(self, batch: Batch, target: Target) -> HeadLoss:
         """Sum over heads of decay^i times the cross entropy with the target, renormalised on the draft vocabulary."""
-        b, j, queries, known = predicting_slots(
-            batch.loss_mask, self.num_heads
-        )  # a head's query stands where a slot would
+        # a head's query stands where a slot would
+        b, j, queries, known = predicting_slots(batch.loss_mask, self.num_heads, batch.documents)
         student = torch.stack(  # [K, N, H]
             [self.states(i, batch.features[b, queries[i]]) for i in range(self.num_heads)]
         )
-        total, acceptance = distill(
-            student,
-            self.lm_head_rows(),
-            teacher_logits(target, batch.hidden[b, j], self.vocabulary),
-            step_weights(self.num_heads, self.config.decay, j.device)[:, None] * known,
-            self.config.loss,
-        )
-        return HeadLoss(total, acceptance, known.sum(1))
+        teacher = teacher_logits(target, batch.hidden[b, j], self.vocabulary)
+        weights = step_weights(self.num_heads, self.config.decay, j.device)[:, None] * known
+        groups = [[i] for i in range(self.num_heads)] if self.config.own_lm_head else [list(range(self.num_heads))]
+        parts = [distill(student[g], self.lm_head_rows(g[0]), teacher, weights[g], self.config.loss) for g in groups]
+        total = torch.stack([part for part, _ in parts]).sum()
+        return HeadLoss(total, torch.cat([acceptance for _, acceptance in parts]), known.sum(1))
 
     @torch.no_grad()
     def begin(self, features: Tensor, tokens: Tensor, lengths: Tensor, capacity: int) -> tuple["State", Tensor]:
-        state = State(self.lm_head_rows())
+        own = self.config.own_lm_head
+        state = State([self.lm_head_rows(i) for i in range(self.num_heads if own else 1)])
         return state, self._start(state, features, lengths)
 
     @torch.no_grad()
@@ -129,15 +146,21 @@ class Medusa(Head):
     def _start(self, state: "State", features: Tensor, counts: Tensor) -> Tensor:
         """All heads at each row's last position; features [B, m, H]. Returns logits [B, 1, Vd] of the first level."""
         v = take_last(features, counts)  # [B, 1, H]
-        states = torch.cat([self.states(i, v) for i in range(self.num_heads)], 1)
-        state.level, state.logits = 0, nn.functional.linear(states, state.rows.to(states.dtype)).float()
+        states = torch.cat([self.states(i, v) for i in range(self.num_heads)], 1)  # [B, K, H]
+        if self.config.own_lm_head:
+            each = [nn.functional.linear(states[:, i], rows.to(states.dtype)) for i, rows in enumerate(state.rows)]
+            logits = torch.stack(each, 1)
+        else:
+            logits = nn.functional.linear(states, state.rows[0].to(states.dtype))
+        state.level, state.logits = 0, logits.float()
         return state.logits[:, :1]
 
 
 @dataclass
 class State:
-    """What drafting keeps between calls: rows [Vd, H] of lm_head, and logits [B, K, Vd] of all heads at the last position."""
+    """What drafting keeps between calls: rows [Vd, H] of lm_head, one matrix or one a head, and logits [B, K, Vd] of all
+    heads at the last position."""
 
-    rows: Tensor
+    rows: list[Tensor]
     logits: Tensor = None  # type: ignore[assignment]
     level: int = 0
