@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -24,13 +24,15 @@ from decode.metrics import Parity, acceptance_by_depth, acceptance_length, compa
 from decode.noise import Noise
 from decode.settings import Settings
 from decode.tree import Chain, Dynamic, Plan, from_dict
+from decode.verify import check_rule
 from headtrain.checkpoint import load_head, read_config, write_text
-from headtrain.conversations import load_prompts
+from headtrain.conversations import Message, load_prompts
 from headtrain.data import Dataset, batches
 from headtrain.features import OnlineFeatures
 from headtrain.heads.base import Head
+from headtrain.prompt_sets import load_sets
 from headtrain.recipe import EvalConfig
-from headtrain.target import Target
+from headtrain.target import DTYPES, Target
 
 PLAN = "tree.json"
 DEFINITIONS = {
@@ -44,6 +46,19 @@ DEFINITIONS = {
     "parity": "replies against plain decoding; one that parts counts as near tie where its token lay no further behind the"
     " best, in logits, than the tolerance of the dtype, else as mismatch",
 }
+
+
+def check_options(
+    out: Path, batch_size: int = 1, dtype: str = "auto", rule: str | None = None, temperature: float = 0.0
+) -> None:
+    """Raise UserError for what would fail only after a model has been loaded."""
+    check_rule(rule, True, temperature)
+    if batch_size < 1:
+        raise UserError(f"--batch-size: {batch_size} must be at least 1")
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype: {dtype} is unknown; use one of {', '.join(DTYPES)}")
+    if next((path for path in (out, *out.parents) if path.exists()), out).is_file():
+        raise UserError(f"--out: {out} is or lies below a file; give a folder")
 
 
 def default_plan(draft: Draft) -> Plan:
@@ -158,18 +173,22 @@ def held_out_loss(head: Head, target: Target, dataset: Dataset, batch_tokens: in
 
 def evaluate(
     name: Path,
-    draft: Draft,
+    draft: Draft | None,
     target: Target,
-    sets: Sequence[str],
+    sets: Sequence[str] | Mapping[str, list[list[Message]]],
     limit: int | None,
     settings: Settings,
-    plan: Plan,
+    plan: Plan | None,
     batch_size: int = 1,
     note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """The report (see README) of a draft over prompt sets: names of files or data sets with prompts."""
+    """The report (see README) of a draft over prompt sets: sources of `load_sets`, or what it returned.
+
+    Without draft and plan plain decoding stands in their place: the report of a tree of one node.
+    """
     settings = replace(settings, ignore_eos=True)
-    prompts = {source: [target.prompt_ids(m) for m in load_prompts(source, limit)] for source in sets}
+    loaded = sets if isinstance(sets, Mapping) else load_sets(sets, limit)
+    prompts = {source: [target.prompt_ids(messages) for messages in rows] for source, rows in loaded.items()}
     for source, rows in prompts.items():
         if not rows:
             raise UserError(f"--prompts: {source} has no prompts")
@@ -178,7 +197,7 @@ def evaluate(
     run_three(engines, target, [warm], replace(settings, max_new_tokens=min(16, settings.max_new_tokens)))
     results = []
     for source, rows in prompts.items():
-        results.append(evaluate_set(Path(source).stem, rows, engines, target, settings, batch_size))
+        results.append(evaluate_set(source, rows, engines, target, settings, batch_size))
         note(f"{results[-1]['name']}: acceptance length {results[-1]['acceptance_length']:.2f}")
     keys = ("acceptance_length", "tokens_per_second")
     mean: dict[str, Any] = {key: sum(r[key] for r in results) / len(results) for key in keys}
@@ -199,7 +218,7 @@ def evaluate(
             "seed": settings.seed,
             "threads": torch.get_num_threads(),
             "batch_size": batch_size,
-            "plan": plan.to_dict(),
+            "plan": plan.to_dict() if plan else {"kind": "plain"},
         },
         "definitions": DEFINITIONS,
         "sets": results,

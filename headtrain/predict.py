@@ -7,21 +7,20 @@ probability of each of its paths.
 
 from __future__ import annotations
 
-import heapq
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from decode.calibrate import expected_length, frontier
 from decode.engine import Engine
 from decode.errors import UserError
 from decode.settings import Settings
-from decode.tree import Chain, Tree, grow
+from decode.tree import MAX_NODES, Chain, Dynamic, Plan, Static, Tree, from_dict, grow
 from decode.verify import Verdict
 from headtrain.checkpoint import write_text
 from headtrain.heads.base import Head
@@ -55,9 +54,9 @@ class Profile:
         """The same acceptance `a` at each depth, nothing known of other choices."""
         return Profile(((a,),) * depth, temperature)
 
-    def paths(self, size: int, depth: int | None = None) -> tuple[tuple[int, ...], ...]:
-        """The size - 1 likeliest paths of ranks no deeper than `depth`: the best tree that does not look at its tokens."""
-        return _likeliest(self.ranks[:depth], size - 1)
+    def tree(self, size: int, depth: int | None = None) -> Static:
+        """The best tree of `size` nodes no deeper than `depth` that does not look at its tokens."""
+        return frontier(self.ranks[:depth], size)
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,8 @@ class Costs(Protocol):
     def verify(self, nodes: int, batch: int, context: int) -> float:
         """One target forward."""
 
-    def draft(self, depth: int, width: int, batch: int) -> float:
-        """The draft's share of a step that grows `depth` levels."""
+    def draft(self, levels: Sequence[int], batch: int) -> float:
+        """The draft's share of a step; levels[i] nodes are extended for the level i + 2. The first comes with the commit."""
 
     def excess(self, nodes: int, batch: int, context: int) -> tuple[float, float] | None:
         """Bytes needed and there, where they do not fit."""
@@ -121,9 +120,9 @@ class Roofline:
     def verify(self, nodes: int, batch: int, context: int) -> float:
         return self._forward(self.parameters, nodes * batch, batch * context * self.cache_bytes)
 
-    def draft(self, depth: int, width: int, batch: int) -> float:
-        forwards = 1 if self.parallel else depth
-        return forwards * self._forward(self.draft_parameters, width * batch, 0.0)
+    def draft(self, levels: Sequence[int], batch: int) -> float:
+        widths = [1] if self.parallel else [1, *levels]
+        return sum(self._forward(self.draft_parameters, width * batch, 0.0) for width in widths)
 
     def excess(self, nodes: int, batch: int, context: int) -> tuple[float, float] | None:
         weights = (self.parameters + self.draft_parameters) * BYTES[self.dtype]
@@ -152,8 +151,8 @@ class Measured:
     def verify(self, nodes: int, batch: int, context: int) -> float:
         return _line(self.step_ms["verify"], nodes * batch) / 1e3
 
-    def draft(self, depth: int, width: int, batch: int) -> float:
-        return (self.step_ms["commit"] + (depth - 1) * _line(self.step_ms["extend"], width * batch)) / 1e3
+    def draft(self, levels: Sequence[int], batch: int) -> float:
+        return (self.step_ms["commit"] + sum(_line(self.step_ms["extend"], width * batch) for width in levels)) / 1e3
 
     def excess(self, nodes: int, batch: int, context: int) -> tuple[float, float] | None:
         return None
@@ -190,19 +189,19 @@ def closed_tokens(a: float, k: int) -> float:
     return k + 1.0 if a == 1 else (1 - a ** (k + 1)) / (1 - a)
 
 
-def expected_tokens(profile: Profile, paths: Iterable[Sequence[int]]) -> float:
-    """Tokens per step of a tree given by its paths of ranks: 1 and the probability of each path.
+def expected_tokens(profile: Profile, plan: Chain | Static) -> float:
+    """Tokens per step of a tree of fixed shape: 1 and the probability of each of its paths.
 
     Choices beside the first are taken to be followed by the same acceptance as the first; they do a little worse.
     """
-    total = 1.0
-    for path in paths:
-        share = 1.0
-        for depth, rank in enumerate(path):
-            row = profile.ranks[depth] if depth < profile.depth else ()
-            share *= row[rank] if rank < len(row) else 0.0
-        total += share
-    return total
+    return expected_length(Static(plan.paths), profile.ranks)
+
+
+def drafted_levels(plan: Plan) -> list[int]:
+    """Nodes that the draft extends for each level behind the first."""
+    if isinstance(plan, Dynamic):
+        return [plan.width] * (plan.depth - 1)
+    return [len({path[:-1] for path in plan.paths if len(path) == level}) for level in range(2, plan.depth + 1)]
 
 
 def predict(
@@ -226,28 +225,34 @@ def predict(
     _positive(depth=depths, size=[n - 1 for n in sizes], batch=batches, context=contexts)
     rows, warnings = [], []
     for profile in profiles:
-        trees = [(f"chain {k}", Chain(k).paths) for k in depths]
-        trees += [(f"tree {n}", profile.paths(n)) for n in sizes]
+        trees: list[tuple[str, Chain | Static]] = [(f"chain {k}", Chain(k)) for k in depths]
+        trees += [(f"tree {n}", profile.tree(n)) for n in sizes]
         for batch in batches:
             for context in contexts:
-                group = [_predict_one(profile, costs, name, paths, batch, context) for name, paths in trees]
+                group = [_predict_one(profile, costs, name, plan, batch, context) for name, plan in trees]
                 rows += group
                 warnings += _warnings(group, costs, batch, context, profile.temperature)
     return rows, list(dict.fromkeys(warnings))
 
 
 def _predict_one(
-    profile: Profile, costs: Costs, name: str, paths: Sequence[tuple[int, ...]], batch: int, context: int
+    profile: Profile, costs: Costs, name: str, plan: Chain | Static, batch: int, context: int
 ) -> Prediction:
-    depth, nodes = max(map(len, paths)), len(paths) + 1
-    width = max(sum(len(path) == level for path in paths) for level in range(1, depth + 1))
     plain = costs.verify(1, batch, context)
-    step = costs.verify(nodes, batch, context) + costs.draft(depth, width, batch)
-    tokens = expected_tokens(profile, paths)
-    speedup = tokens * plain / step
-    rate = batch * tokens / step
+    step = costs.verify(plan.num_nodes, batch, context) + costs.draft(drafted_levels(plan), batch)
+    tokens = expected_tokens(profile, plan)
     return Prediction(
-        name, depth, nodes, batch, context, profile.temperature, tokens, 1e3 * step, 1e3 * plain, speedup, rate
+        name,
+        plan.depth,
+        plan.num_nodes,
+        batch,
+        context,
+        profile.temperature,
+        tokens,
+        1e3 * step,
+        1e3 * plain,
+        tokens * plain / step,
+        batch * tokens / step,
     )
 
 
@@ -288,15 +293,14 @@ def _cause(best: Prediction, costs: Costs, batch: int, context: int) -> str:
     return f"too few guesses are accepted: {hint}train the head longer"
 
 
-def beside(report: dict[str, Any], tuned: dict[str, Any]) -> list[dict[str, Any]]:
-    """Predicted and measured speedup over plain decoding of each set of a report; costs are those of tree.json.
+def beside(report: dict[str, Any], step_ms: dict[str, Any]) -> list[dict[str, Any]]:
+    """Predicted and measured speedup over plain decoding of each set of a report, from step times (see `step_costs`).
 
     The prediction takes the acceptance length of the report, so that what it tests is the model of costs.
     """
-    costs, plan = Measured(tuned["step_ms"]), report["settings"]["plan"]
+    costs, plan = Measured(step_ms), from_dict(report["settings"]["plan"])
     batch = report["settings"].get("batch_size", 1)
-    nodes, depth, width = _shape(plan)
-    step = costs.verify(nodes, batch, 0) + costs.draft(depth, width, batch)
+    step = costs.verify(plan.num_nodes, batch, 0) + costs.draft(drafted_levels(plan), batch)
     rows = []
     for row in report["sets"]:
         predicted = row["acceptance_length"] * costs.verify(1, batch, 0) / step
@@ -307,14 +311,20 @@ def beside(report: dict[str, Any], tuned: dict[str, Any]) -> list[dict[str, Any]
     return rows
 
 
-def _shape(plan: dict[str, Any]) -> tuple[int, int, int]:
-    """Nodes, depth and widest drafted level of a saved plan."""
-    if plan["kind"] == "chain":
-        return plan["depth"] + 1, plan["depth"], 1
-    if plan["kind"] == "dynamic":
-        return plan["size"], plan["depth"], plan["width"]
-    lengths = [len(path) for path in plan["paths"]]
-    return len(lengths) + 1, max(lengths), max(lengths.count(level) for level in set(lengths))
+def step_costs(draft: Any, target: Target, ids: list[int], plan: Plan, batch: int = 1) -> dict[str, Any]:
+    """Step times in ms behind the prompt `ids`, of what a step with this plan needs: {verify, commit, extend} by tokens.
+
+    Keys count the tokens of the whole batch, as `Measured` reads them.
+    """
+    from headtrain.tune import measure_costs
+
+    widths = sorted(set(drafted_levels(plan))) or [1]
+    costs = measure_costs(draft, target, ids, sorted({1, plan.num_nodes}), widths, batch)
+    return {
+        "verify": {str(batch * n): 1e3 * seconds for n, seconds in costs.verify.items()},
+        "commit": 1e3 * costs.commit,
+        "extend": {str(batch * width): 1e3 * seconds for width, seconds in costs.extend.items()},
+    }
 
 
 class Profiler(Engine):
@@ -410,7 +420,13 @@ def _check(profile: Profile, depths: Sequence[int], sizes: Sequence[int]) -> Non
         raise UserError(
             f"depth {max(depths)}: acceptance is known to depth {profile.depth} only; lower it, or measure deeper"
         )
-    if sizes and max(sizes) - 1 > (known := len(_likeliest(profile.ranks, max(sizes) - 1))):
+    if max((*sizes, *(k + 1 for k in depths))) > MAX_NODES:
+        raise UserError(f"tree of {max((*sizes, *(k + 1 for k in depths)))} nodes: a step holds at most {MAX_NODES}")
+    known, level = 0, 1
+    for row in profile.ranks:
+        level *= len(row)
+        known += level
+    if sizes and max(sizes) - 1 > known:
         raise UserError(
             f"tree of {max(sizes)} nodes: only {known} paths have a known acceptance; measure with more ranks"
         )
@@ -420,23 +436,6 @@ def _positive(**values: Sequence[int]) -> None:
     for name, numbers in values.items():
         if any(number < 1 for number in numbers):
             raise UserError(f"{name}: {min(numbers)} is too small; give whole numbers above {int(name == 'size')}")
-
-
-@lru_cache(maxsize=64)
-def _likeliest(ranks: tuple[tuple[float, ...], ...], count: int) -> tuple[tuple[int, ...], ...]:
-    """Best first: a path is followed by its next sibling and its first child, neither likelier where rows descend."""
-    found: list[tuple[int, ...]] = []
-    # (minus the share of the path, the path, the share of its parent)
-    heap: list[tuple[float, tuple[int, ...], float]] = [(-ranks[0][0], (0,), 1.0)] if ranks else []
-    while heap and len(found) < count:
-        share, path, above = heapq.heappop(heap)
-        found.append(path)
-        row = ranks[len(path) - 1]
-        if path[-1] + 1 < len(row):
-            heapq.heappush(heap, (-above * row[path[-1] + 1], (*path[:-1], path[-1] + 1), above))
-        if len(path) < len(ranks):
-            heapq.heappush(heap, (share * ranks[len(path)][0], (*path, 0), -share))
-    return tuple(sorted(found, key=lambda path: (len(path), path)))
 
 
 def _line(points: dict[str, float], x: float) -> float:

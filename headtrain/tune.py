@@ -216,10 +216,20 @@ def race(
 
 
 @torch.no_grad()
-def measure_costs(head: Head, target: Target, ids: list[int]) -> Costs:
-    """Times all sizes in turn, several rounds, so that a slow moment of the machine touches all alike."""
+def measure_costs(
+    head: Head,
+    target: Target,
+    ids: list[int],
+    sizes: Sequence[int] = (1, *SIZES),
+    widths: Sequence[int] = WIDTHS,
+    batch: int = 1,
+) -> Costs:
+    """Times all sizes in turn, several rounds, so that a slow moment of the machine touches all alike.
+
+    Sizes and widths count nodes of one sequence, of which `batch` alike go together.
+    """
     engine = Engine(target.model, head, Dynamic(depth=2, width=2, size=3), target.tokenizer)
-    run = engine._begin([ids], Settings(max_new_tokens=64, ignore_eos=True), [0])
+    run = engine._begin([ids] * batch, Settings(max_new_tokens=64, ignore_eos=True), [0] * batch)
     forward, cache = engine.forward, run.cache
     device = target.device
     times: dict[Any, list[float]] = {}
@@ -233,24 +243,22 @@ def measure_costs(head: Head, target: Target, ids: list[int]) -> Costs:
             torch.cuda.synchronize()
         times.setdefault(key, []).append(time.perf_counter() - start)
 
-    features = torch.zeros(1, 2, len(head.target_layers) * target.hidden_size, device=device, dtype=target.dtype)
-    pair = torch.full((1, 2), ids[-1], device=device)
-    one = torch.ones(1, dtype=torch.int64, device=device)
+    features = torch.zeros(batch, 2, len(head.target_layers) * target.hidden_size, device=device, dtype=target.dtype)
+    pair = torch.full((batch, 2), ids[-1], device=device)
+    one = torch.ones(batch, dtype=torch.int64, device=device)
     for _ in range(REPEATS):
-        for n in (1, *SIZES):
-            tokens = torch.full((1, n), ids[-1], device=device)
-            chain = torch.arange(n, device=device)[None]
-            causal = torch.ones(1, n, n, dtype=torch.bool, device=device).tril()
+        for n in sizes:
+            tokens = torch.full((batch, n), ids[-1], device=device)
+            chain = torch.arange(n, device=device).expand(batch, n)
+            causal = torch.ones(batch, n, n, dtype=torch.bool, device=device).tril()
             clock(("verify", n), partial(forward, cache, tokens, chain, causal))
         clock("commit", partial(head.commit, run.state, features, pair, one))
-        for width in WIDTHS:
-            nodes = torch.full((1, width), ids[-1], device=device)
+        for width in widths:
+            nodes = torch.full((batch, width), ids[-1], device=device)
             clock(("extend", width), partial(head.extend, run.state, nodes, torch.zeros_like(nodes)))
             head.commit(run.state, features, pair, one)
     median = {key: sorted(values)[len(values) // 2] for key, values in times.items()}
-    return Costs(
-        {n: median["verify", n] for n in (1, *SIZES)}, median["commit"], {w: median["extend", w] for w in WIDTHS}
-    )
+    return Costs({n: median["verify", n] for n in sizes}, median["commit"], {w: median["extend", w] for w in widths})
 
 
 def save_plan(folder: Path, result: dict[str, Any]) -> Path:

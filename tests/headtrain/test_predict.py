@@ -21,6 +21,7 @@ from headtrain.predict import (
     beside,
     closed_form,
     closed_tokens,
+    drafted_levels,
     expected_tokens,
     load_profiles,
     measure_profile,
@@ -52,7 +53,7 @@ def test_closed_form_by_hand():
 @given(a=st.floats(0, 1), k=st.integers(1, 12))
 @settings(max_examples=50, deadline=None)
 def test_closed_form_is_the_sum_over_a_chain(a, k):
-    assert closed_tokens(a, k) == pytest.approx(expected_tokens(Profile.constant(a, k), Chain(k).paths), rel=1e-6)
+    assert closed_tokens(a, k) == pytest.approx(expected_tokens(Profile.constant(a, k), Chain(k)), rel=1e-6)
 
 
 def test_a_draft_of_cost_c_gives_the_closed_form():
@@ -83,15 +84,15 @@ def simulate(profile: Profile, paths, steps: int, seed: int) -> float:
 @pytest.mark.parametrize("size", [2, 5, 9])
 def test_tree_form_against_simulation(size):
     """40,000 steps: the standard error is below 0.005."""
-    paths = RANKS.paths(size)
-    assert expected_tokens(RANKS, paths) == pytest.approx(simulate(RANKS, paths, 40_000, seed=size), abs=0.02)
+    tree = RANKS.tree(size)
+    assert expected_tokens(RANKS, tree) == pytest.approx(simulate(RANKS, tree.paths, 40_000, seed=size), abs=0.02)
 
 
 def test_a_wrong_tree_form_is_seen():
     """Negative control: ranks shifted by one."""
     shifted = Profile(tuple((*row[1:], row[0]) for row in RANKS.ranks))
-    paths = RANKS.paths(9)
-    assert abs(expected_tokens(shifted, paths) - simulate(RANKS, paths, 40_000, seed=9)) > 0.1
+    tree = RANKS.tree(9)
+    assert abs(expected_tokens(shifted, tree) - simulate(RANKS, tree.paths, 40_000, seed=9)) > 0.1
 
 
 def test_best_paths_are_best_and_closed():
@@ -101,13 +102,12 @@ def test_best_paths_are_best_and_closed():
     every = [path for depth in (1, 2, 3) for path in product(range(3), repeat=depth)]
     every = [path for path in every if sum(path) < 4]
     best = max(
-        expected_tokens(RANKS, chosen)
+        expected_tokens(RANKS, Static(chosen))
         for chosen in combinations(every, 4)
         if all(len(path) == 1 or path[:-1] in chosen for path in chosen)
     )
-    assert expected_tokens(RANKS, RANKS.paths(5)) == pytest.approx(best)
-    assert Static(RANKS.paths(9)).num_nodes == 9
-    assert all(len(path) <= 2 for path in RANKS.paths(9, depth=2))
+    assert expected_tokens(RANKS, RANKS.tree(5)) == pytest.approx(best)
+    assert RANKS.tree(9).num_nodes == 9 and RANKS.tree(9, depth=2).depth == 2
 
 
 def test_large_batches_do_not_pay():
@@ -140,10 +140,11 @@ def test_measured_costs():
     assert 1e3 * costs.verify(3, 1, 0) == pytest.approx(10.5)
     assert 1e3 * costs.verify(4, 2, 0) == pytest.approx(12.0)
     assert 1e3 * costs.verify(32, 1, 0) == pytest.approx(16 + 16 * 5 / 12)
-    assert 1e3 * costs.draft(3, 2, 1) == pytest.approx(2.0)
+    assert 1e3 * costs.draft([2, 2], 1) == pytest.approx(2.0)
     (row,), warnings = predict(RANKS, costs, sizes=[8])
-    tokens = expected_tokens(RANKS, RANKS.paths(8))
-    assert row.step_ms == pytest.approx(12 + costs.draft(row.depth, 3, 1) * 1e3, abs=0.3)
+    tree = RANKS.tree(8)
+    tokens = expected_tokens(RANKS, tree)
+    assert row.step_ms == pytest.approx(12 + costs.draft(drafted_levels(tree), 1) * 1e3)
     assert row.speedup == pytest.approx(tokens * 10 / row.step_ms) and not warnings
     assert row.tokens_per_second == pytest.approx(tokens / row.step_ms * 1e3)
     _, warnings = predict(RANKS, costs, sizes=[8], batches=[4])
@@ -157,7 +158,7 @@ def test_beside():
         "settings": {"plan": plan, "batch_size": 1},
         "sets": [{"name": "a", "acceptance_length": 2.0, "speedup": {"engine": 1.4}}],
     }
-    (row,) = beside(report, {"step_ms": STEP_MS})
+    (row,) = beside(report, STEP_MS)
     assert row["predicted"] == pytest.approx(2 * 10 / (12 + 1 + 2 * 0.7))
     assert row["error"] == pytest.approx(row["predicted"] / 1.4 - 1)
 
@@ -170,7 +171,8 @@ def test_beside():
         ({"depths": [0]}, "depth: 0 is too small"),
         ({"depths": [2], "batches": [0]}, "batch: 0 is too small"),
         ({"sizes": [1]}, "size: 0 is too small"),
-        ({"sizes": [2000]}, "only 39 paths"),
+        ({"sizes": [100]}, "only 39 paths"),
+        ({"sizes": [2000]}, "at most 128"),
         ({"depths": [2], "contexts": [64, 128]}, "measured step times know one context only"),
     ],
 )
@@ -198,7 +200,7 @@ def test_profile_agrees_with_decoding(opened, temperature, tmp_path):
     accepted = acceptance_by_depth(outputs)
     assert profile.chain[: len(accepted)] == pytest.approx(accepted)
     assert profile.steps == sum(len(output.accepted) for output in outputs)
-    assert expected_tokens(profile, Chain(profile.depth).paths) == pytest.approx(acceptance_length(outputs))
+    assert expected_tokens(profile, Chain(profile.depth)) == pytest.approx(acceptance_length(outputs))
     assert all(0 <= sum(row) <= 1 + 1e-9 for row in profile.ranks)
     save_profiles(tmp_path, [profile])
     assert load_profiles(tmp_path) == [profile]
