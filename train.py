@@ -1,5 +1,6 @@
 """Train a draft head: accelerate launch train.py RECIPE [key=value ...]"""
 
+import os
 import sys
 
 from decode.errors import UserError
@@ -13,7 +14,9 @@ def main(arguments: list[str]) -> int:
         from headtrain.recipe import load_recipe
         from headtrain.trainer import train
 
-        print(train(load_recipe(arguments[0], arguments[1:])))
+        folder = train(load_recipe(arguments[0], arguments[1:]))
+        if os.environ.get("RANK", "0") == "0":
+            print(folder)
     except UserError as error:
         print(f"headtrain: {error}", file=sys.stderr)
         return 2

@@ -24,6 +24,7 @@ from torch import Tensor
 from decode.errors import UserError
 from headtrain.heads.base import Head, load_family
 from headtrain.target import Target
+from headtrain.vocabulary import describe_vocabulary
 
 FORMAT = 1
 HEAD_FILES = ("config.json", "model.safetensors")
@@ -58,12 +59,29 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def recover_folders(parent: Path) -> None:
+    """Behind a kill: put back folders that were about to be replaced, and delete what was half-written in `parent`."""
+    for retired in parent.glob(".*-old"):
+        folder = parent / retired.name[1:].rsplit("-", 2)[0]
+        if not folder.exists():
+            retired.rename(folder)
+    for staging in [*parent.glob(".head-*"), *parent.glob(".best-*"), *parent.glob(".step-*")]:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole: under a temporary name, then renamed."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file whole: under a temporary name, flushed, then renamed."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text)
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
         with suppress(OSError):
@@ -88,12 +106,14 @@ def describe_target(target: Target) -> dict[str, Any]:
 
 def describe_head(head: Head, family: str, target: Target) -> dict[str, Any]:
     """The content of config.json."""
+    described = describe_target(target)
     return {
         "format": FORMAT,
         "family": family,
         "head": head.config.model_dump(mode="json"),
         "layers": list(head.target_layers),
-        "target": describe_target(target),
+        "vocabulary": describe_vocabulary(head.vocabulary, described),
+        "target": described,
         "template_kwargs": target.template_kwargs,
     }
 
@@ -112,6 +132,7 @@ def fill_head(folder: Path, head: Head, family: str, target: Target, recipe: Any
     save_file({name: converted(x) for name, x in head.state_dict().items()}, folder / "model.safetensors")
     config = describe_head(head, family, target)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    head.save_beside(folder, dtype)
     if recipe is not None:
         recipe.save(folder / "recipe.yaml")
 
@@ -158,7 +179,24 @@ def load_head(folder: Path, target: Target, dtype: torch.dtype | None = None) ->
         raise UserError(f"{folder / 'config.json'}: {where}: {first['msg']}; is it of another version?") from error
     head = family.restore(settings, config["layers"], target, read_shapes(folder))
     load_tensors(head, folder / "model.safetensors")
+    require_vocabulary(str(folder), config, describe_vocabulary(head.vocabulary, found), "copy or train the head again")
     return head.to(target.device, dtype or target.dtype).eval()
+
+
+def require_vocabulary(where: str, config: dict[str, Any], expected: dict[str, Any] | None, mend: str) -> None:
+    """Raises UserError unless the head's config names this draft vocabulary, or, as older ones do, none at all."""
+
+    def words(vocabulary: Any) -> str:
+        if not isinstance(vocabulary, dict):
+            return "the whole vocabulary"
+        return f"{vocabulary.get('size')} tokens ({str(vocabulary.get('hash'))[:8]})"
+
+    found = config.get("vocabulary", expected)
+    if found != expected:
+        raise UserError(
+            f"{where}: made for the draft vocabulary of {words(found)}, not that of {words(expected)}: chosen from"
+            f" other data, of another size, or for another target; {mend}"
+        )
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -231,12 +269,15 @@ def require_same_head(folder: Path, head: Head, family: str, target: Target) -> 
     found, expected = read_config(folder), describe_head(head, family, target)
     for config in (found, expected):
         config["target"].pop("name", None)  # a folder may move
+    vocabulary = expected.pop("vocabulary")
     for key, value in expected.items():
-        if found[key] != value:
+        if found.get(key, value) != value:
             raise UserError(
                 f"output: {folder} has {key} {found[key]}, this recipe gives {value}; give its recipe again, or another"
                 " `output`"
             )
+    mend = "give its recipe and data again, or another `output`"
+    require_vocabulary(f"output: {folder}", found, vocabulary, mend)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

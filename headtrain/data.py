@@ -153,10 +153,12 @@ def batches(
     rank: int = 0,
     world: int = 1,
     accumulation: int = 1,
+    pack: bool = False,
 ) -> list[list[int]]:
     """This rank's micro-batches of one epoch, as lists of row indices.
 
     Rows of similar length stand together; rows x longest row <= batch_tokens, but a longer single row forms its own.
+    With `pack` rows that fill batch_tokens stand together; a micro-batch is then one row of them end to end.
     Every rank gets the same number, a multiple of `accumulation`: micro-batches are halved until the count divides, so
     each row is seen exactly once. Where all are single rows already, fewer than world x accumulation are repeated.
     Micro-batch i of the epoch goes to rank i mod world, so runs with the same world x accumulation take the same steps.
@@ -170,6 +172,9 @@ def batches(
     groups: list[list[int]] = []
     for begin in range(0, len(order), pool):
         rows = order[begin : begin + pool]
+        if pack:
+            groups += fill_bins(rows.tolist(), lengths, batch_tokens)
+            continue
         rows = rows[np.argsort(lengths[rows], kind="stable")]
         group: list[int] = []
         for row in rows.tolist():  # ascending, so the new row is the longest
@@ -187,6 +192,34 @@ def batches(
             break
         groups[largest : largest + 1] = [rows_of[: len(rows_of) // 2], rows_of[len(rows_of) // 2 :]]
     return [groups[index] for index in random.permutation(len(groups)).tolist()[rank::world]]
+
+
+def fill_bins(rows: Sequence[int], lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Best fit, longest first: each row goes where the least room is left behind it. A row over `capacity` is alone."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for row in sorted(rows, key=lambda row: -lengths[row]):
+        fitting = [index for index, left in enumerate(room) if left >= lengths[row]]
+        if fitting:
+            index = min(fitting, key=room.__getitem__)
+            bins[index].append(row)
+            room[index] -= int(lengths[row])
+        else:
+            bins.append([row])
+            room.append(capacity - int(lengths[row]))
+    return bins
+
+
+def collate_packed(dataset: Dataset, rows: Sequence[int]) -> dict[str, Tensor]:
+    """input_ids [1, T] int64 and loss_mask [1, T] bool of the rows end to end; lengths [B] and row_ids [B] int64."""
+    parts = [dataset[row] for row in rows]
+    ids, masks = (np.concatenate([part[i] for part in parts]) for i in range(2))
+    return {
+        "input_ids": torch.from_numpy(ids.astype(np.int64))[None],
+        "loss_mask": torch.from_numpy(masks.astype(bool))[None],
+        "lengths": torch.from_numpy(dataset.lengths[list(rows)]),
+        "row_ids": torch.tensor(list(rows), dtype=torch.int64),
+    }
 
 
 def collate(dataset: Dataset, rows: Sequence[int], pad_id: int) -> dict[str, Tensor]:

@@ -115,7 +115,8 @@ def _epoch(dataset: Dataset, recipe: Recipe) -> Table:
     train = recipe.train
     plan = [_plan(dataset, recipe, epoch) for epoch in range(train.epochs or 1)]
     steps = [len(micro_batches) // train.accumulation for micro_batches in plan]
-    area = sum(len(rows) * int(dataset.lengths[rows].max()) for rows in plan[0])
+    padded = sum(len(rows) * int(dataset.lengths[rows].max()) for rows in plan[0])
+    area = len(dataset.ids) if recipe.data.pack else padded
     table = Table("on one device", "", show_header=False, title_justify="left")
     table.add_row("tokens per epoch", f"{len(dataset.ids):,}, {int(dataset.masks.sum()):,} trained")
     table.add_row("padding", f"{1 - len(dataset.ids) / area:.1%} of {area:,} places")
@@ -130,4 +131,5 @@ def _epoch(dataset: Dataset, recipe: Recipe) -> Table:
 
 def _plan(dataset: Dataset, recipe: Recipe, epoch: int) -> list[list[int]]:
     train = recipe.train
-    return batches(dataset, train.batch_tokens, train.seed, epoch, accumulation=train.accumulation)
+    share = train.accumulation
+    return batches(dataset, train.batch_tokens, train.seed, epoch, accumulation=share, pack=recipe.data.pack)

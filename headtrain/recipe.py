@@ -56,6 +56,8 @@ class TargetConfig(Section):
     """Type of the target's weights; auto keeps that of the checkpoint."""
     trust_remote_code: bool = False
     """Run Python code that comes with the target; only for authors you trust."""
+    device_map: Literal["auto"] | None = None
+    """auto spreads a target that one device cannot hold over all devices of this machine; null keeps it on one."""
 
 
 class HeadChoice(Section):
@@ -80,8 +82,12 @@ class DataConfig(Section):
     """Most conversations used, drawn with `seed`; null uses all."""
     seed: int = 0
     """Seed of the draw of `limit` conversations."""
+    pack: bool = False
+    """Lay conversations end to end in one row of `train.batch_tokens`, each by itself, instead of padding rows."""
     cache: str | None = None
     """Folder of hidden states that `headtrain cache` wrote; null asks the target during training."""
+    cache_dtype: Literal["target", "float8_e4m3fn"] = "target"
+    """Type that the cache stores; target: as the target gives them; float8 is smaller and inexact."""
 
 
 class TrainConfig(Section):
@@ -90,7 +96,7 @@ class TrainConfig(Section):
     steps: Positive | None = None
     """Optimizer steps, instead of `epochs`."""
     batch_tokens: Positive = 8192
-    """Tokens of one micro-batch on one device, padding included; a longer single row forms its own."""
+    """Tokens of one micro-batch on one device, padding included; a longer single conversation forms its own."""
     accumulation: Positive = 1
     """Micro-batches per device in one optimizer step."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
@@ -122,6 +128,10 @@ class EvalConfig(Section):
     """File, saved `datasets` folder or Hub name of held-out prompts that are decoded for real."""
     every: Positive | None = None
     """Steps between two such evaluations; null evaluates only at the end."""
+    choose: Literal["best", "last"] | None = None
+    """Head to publish: of the greatest acceptance length, or of the last step; null: best where `prompts` is given."""
+    patience: Positive | None = None
+    """Stop after so many evaluations in a row without a better one; null goes on to the end."""
     limit: Positive | None = 16
     """First prompts used; null uses all."""
     max_new_tokens: Positive = 64
@@ -143,6 +153,31 @@ class TrackingConfig(Section):
     """Name of the run; null takes the name of the run's folder."""
 
 
+class SynthesizeConfig(Section):
+    output: Text | None = None
+    """JSONL file of conversations that `headtrain synthesize` writes."""
+    prompts: Sources | None = None
+    """Conversations whose replies the target makes anew, in the forms of `data.train`; null samples the prompts too."""
+    number: Positive | None = None
+    """First conversations used of `prompts`, or prompts sampled; null uses all of `prompts`."""
+    max_prompt_tokens: Positive = 256
+    """Most tokens of a sampled prompt; a longer one is skipped."""
+    max_new_tokens: Positive = 512
+    """Most tokens of a reply; a longer one is cut and marked as unfinished."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Temperature of prompts and replies; 0 is greedy."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Sample among the k likeliest tokens; 0: all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample among the likeliest tokens that reach this mass."""
+    seed: int = 0
+    """Seed of the sampling; each conversation draws by its own number."""
+    rows: Positive = 48
+    """Conversations decoded side by side; one that ends makes room for the next."""
+    batch: Positive = 192
+    """Conversations between two writes; a kill loses at most these."""
+
+
 class Recipe(Section):
     target: TargetConfig
     """The frozen model that is to answer faster."""
@@ -156,6 +191,8 @@ class Recipe(Section):
     """Decoding of held-out prompts during training."""
     tracking: TrackingConfig
     """Where numbers are logged besides the run's JSON lines."""
+    synthesize: SynthesizeConfig
+    """Conversations that the target writes itself."""
     output: Text
     """The run's folder."""
 
@@ -171,7 +208,7 @@ class Recipe(Section):
         if not isinstance(raw, dict):
             raise report.error("", f"expected sections such as target, head and data, found {_shown(raw)}")
         resolved = {key: dict(value) if isinstance(value, dict) else value for key, value in raw.items()}
-        for section in ("train", "eval", "tracking"):
+        for section in ("train", "eval", "tracking", "synthesize"):
             if resolved.get(section) is None:
                 resolved[section] = {}
         train = resolved["train"]
@@ -194,7 +231,7 @@ class Recipe(Section):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the resolved YAML. The file is complete or absent, never half-written."""
         path = Path(path)
-        text = yaml.dump(self.to_dict(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+        text = yaml.dump(self.to_dict(), Dumper=_Dumper, sort_keys=False, width=120)
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             with partial.open("w", encoding="utf-8") as file:
@@ -209,7 +246,7 @@ class Recipe(Section):
             ) from error
 
 
-def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = (), check_paths: bool = True) -> Recipe:
     """Reads a recipe and applies `key=value` overrides: dotted keys, YAML values (`data.train=[a.jsonl, b.jsonl]`)."""
     path = Path(path)
     try:
@@ -225,7 +262,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     if raw is None:
         raise UserError(f"{path}: the recipe is empty; it needs the sections target, head, data and the key output")
     overridden = [_override(raw, text, str(path)) for text in overrides] if isinstance(raw, dict) else []
-    return Recipe.from_dict(raw, str(path), overridden)
+    return Recipe.from_dict(raw, str(path), overridden, check_paths)
 
 
 def source_kind(source: str, suffixes: Sequence[str] = DATA_SUFFIXES) -> Literal["local", "hub", "missing"]:
@@ -432,6 +469,12 @@ def _check_contradictions(recipe: Recipe, report: _Report) -> None:
         raise report.error(
             "eval.every", f"{evaluation.every} contradicts eval.prompts, which is null; name prompts or drop eval.every"
         )
+    if evaluation.choose == "best" and evaluation.prompts is None:
+        raise report.error("eval.choose", "best contradicts eval.prompts, which is null; name prompts or give last")
+    if evaluation.patience is not None and evaluation.every is None:
+        raise report.error(
+            "eval.patience", f"{evaluation.patience} needs several evaluations; give eval.prompts and eval.every"
+        )
     if recipe.target.revision is not None and Path(recipe.target.model).expanduser().exists():
         raise report.error(
             "target.revision", "contradicts target.model, which is a local folder; revisions belong to Hub names"
@@ -455,8 +498,8 @@ def _check_paths(recipe: Recipe, report: _Report) -> None:
     sources += [("eval.prompts", recipe.eval.prompts)] if recipe.eval.prompts is not None else []
     for key, source in sources:
         if source_kind(source) == "missing":
-            raise report.error(
-                key, f"no such file: {source} (paths are relative to {Path.cwd()}); Hub names are written org/name"
-            )
+            mend = "write it with `headtrain synthesize`" if source == recipe.synthesize.output else ""
+            mend = mend or "Hub names are written org/name"
+            raise report.error(key, f"no such file: {source} (paths are relative to {Path.cwd()}); {mend}")
     if Path(recipe.output).expanduser().is_file():
         raise report.error("output", f"{recipe.output} is a file; give a folder for the run")

@@ -16,6 +16,7 @@ from decode.cache import TreeCache
 from decode.guesses import Guesses
 from headtrain.heads.base import Batch, Head
 from headtrain.layers import Geometry, rotary_embedding
+from headtrain.packing import Documents, positions_of, starts_of
 from headtrain.target import Target
 from headtrain.ttt_attention import ttt_attention
 
@@ -61,6 +62,9 @@ class RecurrentHead(Head):
     def logits(self, state: Tensor) -> Tensor:
         """Float32 logits [B, T, Vd] of the token behind the one that each slot consumed."""
 
+    def packs(self) -> bool:
+        return True
+
     def unroll(self, batch: Batch, steps: int, detach: bool = False) -> list[Tensor]:
         """The training-time test: the state [B, T - 1, H] of every slot after each of `steps` draft steps.
 
@@ -70,6 +74,8 @@ class RecurrentHead(Head):
         u = self.enter(batch.features[:, :-1])  # [B, S, H] with S = T - 1 slots
         num_slots = u.shape[1]
         positions = torch.arange(num_slots, device=u.device)[None]
+        if batch.documents is not None:
+            positions = positions_of(batch.documents, u.device)[:, :num_slots]
         group = self.g.num_heads // self.g.num_kv_heads
         keys: list[Tensor] = []
         values: list[Tensor] = []
@@ -80,7 +86,7 @@ class RecurrentHead(Head):
             residual, q, key, value = self.project(tokens, u, self.rotary(u, positions + k))
             keys.append(key.repeat_interleave(group, 1))
             values.append(value.repeat_interleave(group, 1))
-            u = self.finish(residual, ttt_attention(q, keys, values, self.g.head_dim**-0.5))
+            u = self.finish(residual, ttt_attention(q, keys, values, self.g.head_dim**-0.5, batch.documents))
             states.append(u)
             if detach:
                 u, keys[-1], values[-1] = u.detach(), keys[-1].detach(), values[-1].detach()
@@ -115,7 +121,7 @@ class RecurrentHead(Head):
         start, end = state.cache.open(m)
         visible = Visibility(state.cache.lengths, chain, causal, start, end)
         u = self._run(state.cache, tokens, self.enter(features), visible)
-        state.cache.commit(chain, counts.tolist(), moved=False)
+        state.cache.commit(chain, counts, moved=False)
         state.guesses = Guesses(batch, tokens.device)
         state.states = take_last(u, counts)
         return self.logits(state.states)
@@ -140,13 +146,19 @@ def take_last(u: Tensor, counts: Tensor) -> Tensor:
     return u.gather(1, (counts - 1)[:, None, None].expand(-1, 1, u.shape[2]))
 
 
-def predicting_slots(loss_mask: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Which slots are trained. loss_mask [B, T].
+def predicting_slots(
+    loss_mask: Tensor, steps: int, documents: Documents | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Which slots are trained. loss_mask [B, T]; documents: lengths of conversations packed into the one row.
 
     Returns rows b and positions j, both [N], of the teachers: the target at position j teaches the token j + 1, which is
     trained; slots [K, N] that predict that token at each draft step; and known [K, N], False where the slot would lie
-    in front of the text (its index is then 0).
+    in front of the conversation (its index is then 0).
     """
-    b, j = loss_mask[:, 2:].nonzero(as_tuple=True)
-    slots = j - torch.arange(steps, device=j.device)[:, None]
-    return b, j + 1, slots.clamp(min=0), slots >= 0
+    first = (
+        torch.zeros_like(loss_mask, dtype=torch.int64) if documents is None else starts_of(documents, loss_mask.device)
+    )
+    places = torch.arange(loss_mask.shape[1], device=loss_mask.device)
+    b, i = (loss_mask.bool() & (places - first >= 2)).nonzero(as_tuple=True)  # predicted tokens
+    slots = i - 2 - torch.arange(steps, device=i.device)[:, None]
+    return b, i - 1, slots.clamp(min=0), slots >= first[b, i]

@@ -1,5 +1,6 @@
 """The frozen target: loading, hidden states of chosen layers, embedding, final norm and lm_head."""
 
+import copy
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from decode.capture import Capture
 from decode.errors import UserError, one_line
 from headtrain.masks import prompt_ids
+from headtrain.packing import packed_states
 
 DTYPES: dict[str, Any] = {
     "bfloat16": torch.bfloat16,
@@ -36,6 +38,8 @@ class Target:
         self.config: Any = self.model.config.get_text_config()
         self.num_layers: int = self.config.num_hidden_layers
         self.hidden_size: int = self.config.hidden_size
+        self._home: torch.device | None = None  # of batches and heads, where the model spans several devices
+        self._copies: dict[str, Any] = {}  # on that device
 
     @classmethod
     def load(
@@ -45,8 +49,12 @@ class Target:
         revision: str | None = None,
         trust_remote_code: bool = False,
         device: torch.device | str = "cpu",
+        device_map: str | None = None,
     ) -> "Target":
-        """Load from a folder or a Hub name. Raises UserError when the folder lacks a config, weights or a tokenizer."""
+        """Load from a folder or a Hub name. Raises UserError when the folder lacks a config, weights or a tokenizer.
+
+        With `device_map` transformers spreads the model over all devices; states and heads still live on `device`.
+        """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         folder = Path(model).expanduser()
@@ -62,7 +70,7 @@ class Target:
             raise UserError(f"target.model: no tokenizer in {model} ({one_line(error)}); save one there") from error
         try:
             result: Any = AutoModelForCausalLM.from_pretrained(
-                model, dtype=DTYPES[dtype], output_loading_info=True, **options
+                model, dtype=DTYPES[dtype], output_loading_info=True, device_map=device_map, **options
             )
             loaded, found = result
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -71,16 +79,32 @@ class Target:
             raise UserError(
                 f"target.model: {model} lacks {len(missing)} weights, such as {missing[0]}; give a complete folder"
             )
-        return cls(loaded.to(torch.device(device)), tokenizer, name=model)
+        if device_map is None:
+            return cls(loaded.to(torch.device(device)), tokenizer, name=model)
+        if any(parameter.is_meta for parameter in loaded.parameters()):  # left on the disk or moved there and back
+            raise UserError(f"target.device_map: {model} does not fit on the devices here; use more of them")
+        target = cls(loaded, tokenizer, name=model)
+        target._home = torch.empty(0, device=device).device  # cuda:0 for cuda, as weights name it
+        return target
 
     @property
     def embedding(self) -> nn.Embedding:
-        return self.model.get_input_embeddings()
+        return self._at_home("embedding", self.model.get_input_embeddings())
 
     @property
     def lm_head_weight(self) -> Tensor:
         """[V, H]; the embedding's own tensor when the two are tied."""
-        return self.model.get_output_embeddings().weight
+        return self._at_home("lm_head", self.model.get_output_embeddings()).weight
+
+    def _at_home(self, name: str, module: Any) -> Any:
+        """The module itself, or a copy of it, made once, where it lies on another device than the heads."""
+        if self._home is None or module.weight.device == self._home:
+            return module
+        if name not in self._copies:
+            from accelerate.hooks import remove_hook_from_module
+
+            self._copies[name] = remove_hook_from_module(copy.deepcopy(module)).to(self._home)
+        return self._copies[name]
 
     @property
     def norm(self) -> nn.Module:
@@ -122,11 +146,17 @@ class Target:
         return prompt_ids(self.tokenizer, messages, self.template_kwargs)
 
     @torch.no_grad()
-    def features(self, input_ids: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def features(
+        self, input_ids: Tensor, layers: Sequence[int], documents: tuple[int, ...] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Features [B, T, F] of the boundaries `layers` and the final hidden state [B, T, H] after the norm.
 
         `input_ids` [B, T] is right padded: under a causal mask the padding changes nothing before it.
+        `documents`: lengths of the conversations packed into the one row, None for a conversation a row.
         """
         with Capture(self.model, layers) as capture:
-            hidden = self.model.base_model(input_ids=input_ids, use_cache=False)[0]
-            return capture.take(), hidden
+            if documents is not None:
+                hidden = packed_states(self.model, input_ids, documents)
+            else:
+                hidden = self.model.base_model(input_ids=input_ids, use_cache=False)[0]
+            return capture.take().to(self.device), hidden.to(self.device)

@@ -1,13 +1,15 @@
 """The Accelerate loop: micro-batches -> hidden states -> loss -> optimizer, with evaluation by real decoding.
 
-Everything random in a step is drawn from (seed, step, rank), so a run that resumes from a checkpoint repeats the
-losses of an unbroken one.
+Everything random is drawn from the seed and the number of the micro-batch within the run, so a run that resumes from
+a checkpoint repeats the losses of an unbroken one, and the number of processes changes nothing as long as
+processes x accumulation stays the same.
 """
 
 import math
-import os
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,22 +18,28 @@ import torch
 from torch import Tensor
 
 from decode.errors import UserError
+from headtrain.best import FIGURE, publish_best, resume_best, save_best
 from headtrain.checkpoint import (
+    fill_head,
     list_checkpoints,
     load_checkpoint,
     prune_checkpoints,
+    recover_folders,
     require_same_head,
     save_checkpoint,
-    save_head,
+    write_folder,
 )
+from headtrain.curves import draw_curves
 from headtrain.data import Dataset, batches, build_dataset
 from headtrain.evaluate import held_out_loss, quick_acceptance
 from headtrain.features import open_features
 from headtrain.heads.base import Batch, Head, HeadLoss, load_family
+from headtrain.processes import make_accelerator, require_shared
 from headtrain.progress import Progress
 from headtrain.recipe import Recipe, TrainConfig
+from headtrain.sharded import Whole, is_sharded
 from headtrain.target import Target
-from headtrain.tracking import Tracker, tracker_names
+from headtrain.tracking import Tracker
 from headtrain.vocabulary import choose_vocabulary
 
 MicroBatches = list[list[int]]  # one optimizer step of one rank: row numbers of each micro-batch
@@ -42,38 +50,18 @@ def train(recipe: Recipe) -> Path:
     run = Path(recipe.output)
     accelerator = make_accelerator(recipe, run)
     spec = recipe.target
-    target = Target.load(spec.model, spec.dtype, spec.revision, spec.trust_remote_code, accelerator.device)
+    if spec.device_map and accelerator.num_processes > 1:
+        raise UserError(
+            f"target.device_map: {spec.device_map} gives all devices to each of {accelerator.num_processes} processes;"
+            " launch one, or set it to null"
+        )
+    options = (spec.revision, spec.trust_remote_code, accelerator.device, spec.device_map)
+    target = Target.load(spec.model, spec.dtype, *options)
     dataset = build_dataset(recipe.data, target.tokenizer, progress=accelerator.is_main_process)
     torch.manual_seed(recipe.train.seed)
     head = build_head(recipe, target, dataset).to(accelerator.device)
     target.template_kwargs = dict(recipe.data.template_kwargs)
     return Trainer(recipe, run, accelerator, target, dataset, head).train()
-
-
-def make_accelerator(recipe: Recipe, run: Path) -> Any:
-    """One process or several, with the trackers that the recipe asks for."""
-    from accelerate import Accelerator
-    from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
-
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        (run / ".writable").touch()
-        (run / ".writable").unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"output: cannot write into {run} ({error.strerror}); choose another folder") from error
-    trackers = tracker_names(recipe.tracking)
-    # Without a backend by name each process of a machine without GPU believes that it is alone.
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    accelerator = Accelerator(
-        mixed_precision=recipe.train.precision,
-        log_with=trackers or None,
-        project_config=ProjectConfiguration(project_dir=str(run), logging_dir=str(run)),
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if several and not torch.cuda.is_available() else [],
-    )
-    if trackers:
-        options = {"wandb": {"name": recipe.tracking.name or run.name, "dir": str(run)}}
-        accelerator.init_trackers(recipe.tracking.project, init_kwargs=options)
-    return accelerator
 
 
 def build_head(recipe: Recipe, target: Target, dataset: Dataset) -> Head:
@@ -105,8 +93,10 @@ class LossModule(torch.nn.Module):
         self.head = head
         object.__setattr__(self, "target", target)  # frozen: not a part of what is trained, wrapped or saved
 
-    def forward(self, batch: Batch) -> HeadLoss:
-        return self.head.loss(batch, self.target)
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """The fields of HeadLoss: FSDP2 finds tensors in tuples only."""
+        out = self.head.loss(batch, self.target)
+        return out.total, out.acceptance, out.counts
 
 
 class Trainer:
@@ -119,20 +109,41 @@ class Trainer:
         self.held_out = (
             build_dataset(recipe.data, target.tokenizer, "eval", progress=False) if recipe.data.eval else None
         )
-        self.features = open_features(dataset, target, head.target_layers, recipe.data.cache)
+        if recipe.data.pack and not head.packs():
+            raise UserError(
+                f"data.pack: {recipe.head.family} with these settings cannot keep packed conversations apart; set"
+                " data.pack=false"
+            )
+        data = recipe.data
+        self.features = open_features(dataset, target, head.target_layers, data.cache, data.pack, data.cache_dtype)
+        if accelerator.is_main_process:
+            recover_folders(run)
+            recover_folders(run / "checkpoints")
+        accelerator.wait_for_everyone()
+        if is_sharded(accelerator) and not head.shards:
+            raise UserError(
+                "head.family: this one adapts the target, which must be whole; launch with DDP or one process"
+            )
+        groups = partial(_parameter_groups, config=config)
+        self.shards = Whole(head, target, groups, config.betas) if is_sharded(accelerator) else None
+        self.whole_head = self.shards.head if self.shards else head  # what is measured and saved
         optimizer = torch.optim.AdamW(_parameter_groups(head, config), lr=config.learning_rate, betas=config.betas)
         self.model, self.optimizer = accelerator.prepare(LossModule(head, target), optimizer)
         self.steps_per_epoch = len(self._epoch(0))
         epochs = range(config.epochs or 0)
         self.num_steps = config.steps or sum(len(self._epoch(epoch)) for epoch in epochs)
-        self.first_step = self._resume()
+        self.chooses = recipe.eval.prompts is not None and recipe.eval.choose != "last"
+        self.window = Window()
+        self.first_step, best = self._resume()
+        self.best = resume_best(run / "best", best, self.chooses)
         self.tracker = Tracker(run, accelerator, self.first_step)
 
     def train(self) -> Path:
         config = self.recipe.train
         self.model.train()
-        steps = islice(self._steps(), self.first_step, self.num_steps)
-        window = Window()
+        stopped = self.best.exhausted(self.recipe.eval.patience)  # this run ended early before, and is only published
+        steps = islice(self._steps(), self.first_step, self.first_step if stopped else self.num_steps)
+        window = self.window
         with Progress(self.accelerator.is_main_process, self.num_steps, self.first_step) as progress:
             for step, micro_batches in enumerate(steps, start=self.first_step + 1):
                 self.step(step, micro_batches, window)
@@ -141,16 +152,20 @@ class Trainer:
                     self.tracker.log(numbers, step)
                     progress.update(step, numbers)
                     window = Window()
-                if self._due(self.recipe.eval.every, step) and (numbers := self._measure()):
-                    self.tracker.log(numbers, step)
-                    progress.note(step, numbers)
-                    window.start = time.perf_counter()
-                if self._due(config.save_every, step):
-                    self._save(step)
-        if self.accelerator.is_main_process:
-            save_head(
-                self.run / "head", self.head, self.recipe.head.family, self.target, self.recipe, self.target.dtype
-            )
+                if self._due(self.recipe.eval.every, step):
+                    before = time.perf_counter()
+                    if numbers := self._measure(step):
+                        self.tracker.log(numbers, step)
+                        progress.note(step, numbers)
+                    stopped = self._is_exhausted()
+                    window.start += time.perf_counter() - before
+                if self._due(config.save_every, step) or stopped:
+                    self._save(step, window)
+                if stopped:
+                    break
+            self._assemble()
+            if self.accelerator.is_main_process:
+                self._publish(progress)
         self.accelerator.wait_for_everyone()
         self.tracker.close()  # ends the process group too
         return self.run / "head"
@@ -158,24 +173,29 @@ class Trainer:
     def step(self, step: int, micro_batches: MicroBatches, window: "Window") -> None:
         """One optimizer step; the loss is the mean over the trained tokens of all micro-batches and ranks."""
         accelerator, config = self.accelerator, self.recipe.train
-        torch.manual_seed(config.seed * 1_000_003 + step * accelerator.num_processes + accelerator.process_index)
+        world, rank = accelerator.num_processes, accelerator.process_index
         tokens = self._trained_tokens(micro_batches)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(config, step, self.num_steps)
+        self.head.progress = step / self.num_steps
         for index, rows in enumerate(micro_batches):
+            torch.manual_seed(config.seed * 1_000_003 + (step * len(micro_batches) + index) * world + rank)
             batch = self.features.batch(rows)
-            waits = index < len(micro_batches) - 1
-            with accelerator.no_sync(self.model) if waits else accelerator.accumulate(self.model):
+            last = index == len(micro_batches) - 1
+            accelerator.sync_gradients = last  # DeepSpeed takes the step behind the last one
+            with nullcontext() if last else accelerator.no_sync(self.model):
                 with accelerator.autocast():
-                    out = self.model(batch)
+                    out = HeadLoss(*self.model(batch))
                 loss = out.total / tokens
+                if self.shards:  # the step may be taken in the backward pass
+                    self._require_finite(loss, step, micro_batches)
                 # A distributed wrapper averages gradients over ranks, but the mean over all tokens is their sum.
-                accelerator.backward(loss * accelerator.num_processes)
+                accelerator.backward(loss * world)
             self._require_finite(loss, step, micro_batches)
             window.add(loss, out, batch)
         norm = accelerator.clip_grad_norm_(self.model.parameters(), config.clip_norm or math.inf)
         if norm is not None:
-            self._require_finite(norm, step, micro_batches)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(config, step, self.num_steps)
+            self._require_finite(torch.as_tensor(norm), step, micro_batches)
         self.optimizer.step()
         self.optimizer.zero_grad()
         window.steps += 1
@@ -192,7 +212,7 @@ class Trainer:
         """This rank's micro-batches of an epoch, a list a step."""
         config, share = self.recipe.train, self.recipe.train.accumulation
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        rows = batches(self.dataset, config.batch_tokens, config.seed, epoch, rank, world, share)
+        rows = batches(self.dataset, config.batch_tokens, config.seed, epoch, rank, world, share, self.recipe.data.pack)
         return [rows[i : i + share] for i in range(0, len(rows), share)]
 
     def _steps(self) -> Iterator[MicroBatches]:
@@ -231,41 +251,107 @@ class Trainer:
             "epoch": round(step / self.steps_per_epoch, 3),
         }
 
-    def _measure(self) -> dict[str, Any]:
-        """Loss on held-out conversations and acceptance length on held-out prompts; empty where the recipe names none."""
+    def _measure(self, step: int) -> dict[str, Any]:
+        """Loss on held-out conversations and acceptance length on held-out prompts; empty where the recipe names none.
+
+        Keeps the head where no earlier one had so great an acceptance length.
+        """
         numbers: dict[str, Any] = {}
+        self._assemble()
         if self.accelerator.is_main_process:
-            self.head.eval()
+            head = self.whole_head.to(self.accelerator.device).eval()
             if self.held_out is not None:
                 with self.accelerator.autocast():
-                    numbers |= held_out_loss(self.head, self.target, self.held_out, self.recipe.train.batch_tokens)
+                    numbers |= held_out_loss(head, self.target, self.held_out, self.recipe.train.batch_tokens)
             if self.recipe.eval.prompts is not None:
-                numbers |= quick_acceptance(self.head, self.target, self.recipe.eval)
-            self.head.train()
+                numbers |= quick_acceptance(head, self.target, self.recipe.eval)
+                if self.best.judge(step, numbers[FIGURE]) and self.chooses:
+                    save_best(self.run / "best", self.best, self._fill_head)
+                numbers |= {"best_step": self.best.step, f"best_{FIGURE}": self.best.acceptance_length}
+            head.train()
+            if self.shards:
+                head.to("cpu")
         self.accelerator.wait_for_everyone()
         return numbers
 
-    def _save(self, step: int) -> None:
+    def _is_exhausted(self) -> bool:
+        """Whether patience is at its end; only the main process has measured, but all must agree."""
+        patience = self.recipe.eval.patience
+        if patience is None:
+            return False
+        own = self.accelerator.is_main_process and self.best.exhausted(patience)
+        return bool(self.accelerator.reduce(torch.tensor(float(own), device=self.accelerator.device)))
+
+    def _fill_head(self, folder: Path) -> None:
+        fill_head(folder, self.whole_head, self.recipe.head.family, self.target, self.recipe, self.target.dtype)
+
+    def _publish(self, progress: Progress) -> None:
+        """Write the run's `head` folder, from the best evaluation or the last step, and say which it is."""
+        if self.chooses and self.best.step is not None:
+            step, figure = publish_best(self.run / "best", self.run / "head")
+            progress.say(
+                f"head: of step {step}, acceptance length {figure:.3f}, the best of {self.best.evaluations} evaluations"
+            )
+        else:
+            write_folder(self.run / "head", self._fill_head)
+        draw_curves(self.run)
+
+    def _assemble(self, moments: bool = False) -> None:
+        """Put the head in `whole_head` together where ranks hold parts of it; all of them call this."""
+        if self.shards:
+            self.shards.gather(self.accelerator, self.head, self.optimizer, moments)
+
+    def _schedule(self) -> dict[str, Any]:
+        """What the order of the rows depends on, besides the data."""
+        config = self.recipe.train
+        return {
+            "num_steps": self.num_steps,
+            "micro_batches": self.accelerator.num_processes * config.accumulation,
+            "batch_tokens": config.batch_tokens,
+            "seed": config.seed,
+            "pack": self.recipe.data.pack,
+        }
+
+    def _save(self, step: int, window: "Window") -> None:
+        self._assemble(moments=True)
+        sums = self.accelerator.reduce(window.sums.to(self.accelerator.device)).tolist()
         if self.accelerator.is_main_process:
             folder = self.run / "checkpoints" / f"step-{step:07d}"
-            state = {"step": step, "num_steps": self.num_steps, "data": self.dataset.fingerprint}
-            save_checkpoint(folder, self.head, self.recipe.head.family, self.target, self.recipe, self.optimizer, state)
+            state = {"step": step, "data": self.dataset.fingerprint, **self._schedule(), "best": self.best.state()}
+            state["window"] = {"sums": sums, "steps": window.steps, "seconds": time.perf_counter() - window.start}
+            optimizer = self.shards.optimizer if self.shards else self.optimizer
+            family = self.recipe.head.family
+            save_checkpoint(folder, self.whole_head, family, self.target, self.recipe, optimizer, state)
             prune_checkpoints(self.run, self.recipe.train.keep)
         self.accelerator.wait_for_everyone()
 
-    def _resume(self) -> int:
-        """Load the newest checkpoint of this run, if any; returns the steps done. Other data or length is an error."""
+    def _resume(self) -> tuple[int, dict[str, Any]]:
+        """Load the newest checkpoint of this run, if any; returns the steps done and the state of the evaluations.
+
+        Other data, or another order of it, is an error.
+        """
         found = list_checkpoints(self.run)
+        require_shared(self.accelerator, "checkpoints", int(found[-1].name[5:]) if found else 0)
         if not found:
-            return 0
-        require_same_head(found[-1], self.head, self.recipe.head.family, self.target)
-        state = load_checkpoint(found[-1], self.head, self.optimizer)
-        if state["data"] != self.dataset.fingerprint or state["num_steps"] != self.num_steps:
+            return 0, {}
+        require_same_head(found[-1], self.whole_head, self.recipe.head.family, self.target)
+        state = load_checkpoint(found[-1], self.whole_head, self.shards.optimizer if self.shards else self.optimizer)
+        if state["data"] != self.dataset.fingerprint:
             raise UserError(
-                f"output: {found[-1]} is of a run with other data or length ({state['num_steps']} steps, now"
-                f" {self.num_steps}); give its recipe again, or another `output`"
+                f"output: {found[-1]} is of a run with other data; give its recipe again, or another `output`"
             )
-        return state["step"]
+        for key, value in self._schedule().items():
+            if state.get(key, value) != value:
+                name = {"num_steps": "steps in all", "micro_batches": "micro-batches a step (processes x accumulation)"}
+                raise UserError(
+                    f"output: {found[-1]} is of a run with {state[key]} {name.get(key, key)}, now {value}; give its"
+                    " recipe and number of processes again, or another `output`"
+                )
+        if self.shards:
+            self.shards.scatter(self.accelerator, self.model, self.head, self.optimizer, self.features.batch([0]))
+        if "window" in state:
+            self.window = Window.restore(**state["window"], counts=self.accelerator.is_main_process)
+        return state["step"], state.get("best", {})
 
 
 class Window:
@@ -275,6 +361,14 @@ class Window:
         self.sums = torch.zeros(())
         self.steps = 0
         self.start = time.perf_counter()
+
+    @classmethod
+    def restore(cls, sums: Any, steps: int, seconds: float, counts: bool) -> "Window":
+        """One that a checkpoint kept; its sums are of all ranks, so only one of them `counts` them again."""
+        window = cls()
+        window.sums = torch.tensor(sums, dtype=torch.float64) * counts
+        window.steps, window.start = steps, window.start - seconds
+        return window
 
     def add(self, loss: Tensor, out: HeadLoss, batch: Batch) -> None:
         head = torch.stack([loss.detach(), loss.new_tensor(batch.input_ids.numel())])

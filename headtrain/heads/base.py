@@ -4,9 +4,11 @@ import difflib
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
@@ -28,9 +30,11 @@ class Batch:
     loss_mask: Tensor  # [B, T]: 1 where the assistant produced the token
     features: Tensor  # [B, T, F]
     hidden: Tensor  # [B, T, H], after the final norm
+    documents: tuple[int, ...] | None = None  # lengths of conversations packed into the one row; None: one a row
 
     def to(self, *args, **kwargs) -> "Batch":
-        return Batch(*(getattr(self, name).to(*args, **kwargs) for name in self.__dataclass_fields__))
+        tensors = {name: getattr(self, name) for name in ("input_ids", "loss_mask", "features", "hidden")}
+        return replace(self, **{name: x.to(*args, **kwargs) for name, x in tensors.items()})
 
 
 @dataclass
@@ -49,6 +53,8 @@ class Head(nn.Module, ABC):
     config: Any
     target_layers: tuple[int, ...]  # boundaries that it reads, see decode.capture
     max_depth: int | None = None
+    progress: float = 1.0  # share of the training that is done, told by the trainer; 1 outside of it
+    shards: bool = True  # may its parameters be spread over processes?
 
     @property
     def vocabulary(self) -> Tensor | None:
@@ -70,12 +76,23 @@ class Head(nn.Module, ABC):
         """How many tokens the draft vocabulary shall hold; None keeps the target's."""
         return None
 
+    def packs(self) -> bool:
+        """Whether `loss` keeps conversations apart that are packed into one row (`Batch.documents`)."""
+        return False
+
     @abstractmethod
     def loss(self, batch: Batch, target: Target) -> HeadLoss: ...
 
     def tokens(self, loss_mask: Tensor) -> Tensor:
         """The divisor of `HeadLoss.total`: how many tokens of a batch are trained. `loss_mask` [B, T]."""
         return loss_mask[:, 2:].sum()
+
+    def save_beside(self, folder: Path, dtype: torch.dtype | None) -> None:
+        """Write into the head's folder what it adds to the target; nothing here. Floating tensors become `dtype`."""
+
+    def merge(self, folder: Path) -> None:
+        """Write a target with what the head adds to it built in, and a head for that target."""
+        raise UserError("merge: this head leaves its target as it is; there is nothing to merge")
 
     @abstractmethod
     def begin(self, features, tokens, lengths, capacity): ...

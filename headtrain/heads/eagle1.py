@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headtrain.heads.base import Batch, HeadConfig, HeadLoss
 from headtrain.layers import MLP, Attention, Geometry, Norm
-from headtrain.losses import distill, step_weights, teacher_logits
+from headtrain.losses import FEATURE_LOSSES, FeatureLossName, distill, step_weights, teacher_logits
 from headtrain.recurrent import Projected, RecurrentHead, predicting_slots
 from headtrain.target import Target
 
@@ -19,7 +19,8 @@ from headtrain.target import Target
 class Eagle1Config(HeadConfig):
     passes: int = Field(1, ge=1, le=8, description="1 is EAGLE-1; 3 is HASS, which trains on its own guesses too")
     decay: float = Field(1.0, gt=0, le=1, description="weight decay^k of pass k")
-    feature_weight: float = Field(1.0, ge=0, description="weight of the smooth L1 distance to the target's feature")
+    feature_loss: FeatureLossName = Field("smooth_l1", description="distance to the target's feature")
+    feature_weight: float = Field(1.0, ge=0, description="weight of that distance")
     token_weight: float = Field(0.1, ge=0, description="weight of the cross entropy with the target")
     top_weight: float = Field(0.0, ge=0, description="weight of the cross entropy on the target's 10 likeliest tokens")
     feature_noise: float = Field(0.0, ge=0, description="uniform noise of this standard deviation on the features")
@@ -96,9 +97,9 @@ class Eagle1(RecurrentHead):
         return self.target.finish_logits(nn.functional.linear(state, self.lm_head_rows().to(state.dtype)).float())
 
     def loss(self, batch: Batch, target: Target) -> HeadLoss:
-        """Sum over passes of decay^k times the weighted sum of smooth L1 (mean over H) and cross entropies."""
+        """Sum over passes of decay^k times the weighted sum of the features' distance and cross entropies."""
         config, passes = self.config, self.config.passes
-        b, j, slots, known = predicting_slots(batch.loss_mask, passes)
+        b, j, slots, known = predicting_slots(batch.loss_mask, passes, batch.documents)
         steps = torch.stack(self.unroll(batch, passes, detach=True))  # [K, B, T - 1, H]
         student = steps[torch.arange(passes, device=j.device)[:, None], b, slots]  # [K, N, H]
         weights = step_weights(passes, config.decay, j.device)[:, None] * known  # [K, N]
@@ -107,7 +108,6 @@ class Eagle1(RecurrentHead):
         total, acceptance = distill(student, self.lm_head_rows(), teacher, config.token_weight * weights)
         if config.top_weight:
             total = total + distill(student, self.lm_head_rows(), teacher, config.top_weight * weights, "top")[0]
-        aim = hidden.float().expand(passes, -1, -1)
-        distance = nn.functional.smooth_l1_loss(student.float(), aim, reduction="none").mean(-1)  # [K, N]
+        distance = FEATURE_LOSSES[config.feature_loss](student, hidden)  # [K, N]
         total = total + config.feature_weight * (weights * distance).sum()
         return HeadLoss(total, acceptance, known.sum(1))

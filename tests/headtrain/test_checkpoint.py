@@ -15,6 +15,7 @@ from headtrain.checkpoint import (
     load_checkpoint,
     load_head,
     prune_checkpoints,
+    require_same_head,
     save_checkpoint,
     save_head,
     write_folder,
@@ -71,6 +72,42 @@ def test_reduced_vocabulary_round_trip(tmp_path, target):
     assert loaded.vocabulary.tolist() == vocabulary.tolist()
     assert loaded.fc.weight.dtype == torch.float32
     assert torch.equal(loaded.fc.weight, head.fc.weight.bfloat16().float())
+
+
+def reduced_head(target, ids=(0, 3, 7, 100)):
+    family = load_family("eagle3")
+    return family.build(family.Config(vocabulary=len(ids), steps=2), target, torch.tensor(ids))
+
+
+def edit_config(folder, **changes) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    changed = {key: value for key, value in {**config, **changes}.items() if value != "absent"}
+    (folder / "config.json").write_text(json.dumps(changed))
+
+
+def test_vocabulary_of_another_head_is_refused(tmp_path, target):
+    save_head(tmp_path / "head", reduced_head(target), "eagle3", target)
+    save_head(tmp_path / "other", reduced_head(target, (0, 3, 8, 100)), "eagle3", target)
+    kept = (tmp_path / "head" / "model.safetensors").read_bytes()
+    shutil.copy(tmp_path / "other" / "model.safetensors", tmp_path / "head" / "model.safetensors")
+    assert_refused(tmp_path / "head", target, "draft vocabulary of 4 tokens", "other data")
+    (tmp_path / "head" / "model.safetensors").write_bytes(kept)
+    for value in (None, {}, {"size": 3, "hash": 5}, "x"):
+        edit_config(tmp_path / "head", vocabulary=value)
+        assert_refused(tmp_path / "head", target, "draft vocabulary")
+    edit_config(tmp_path / "head", vocabulary="absent")  # as in heads of before
+    assert load_head(tmp_path / "head", target).vocabulary.tolist() == [0, 3, 7, 100]
+
+
+def test_resume_with_another_vocabulary_is_refused(tmp_path, target):
+    head = reduced_head(target)
+    save_checkpoint(tmp_path / "step-1", head, "eagle3", target, None, make_optimizer(head), {"step": 1})
+    require_same_head(tmp_path / "step-1", reduced_head(target), "eagle3", target)
+    other = reduced_head(target, (0, 3, 8, 100))
+    with pytest.raises(UserError, match=r"^output: .*step-1: .*draft vocabulary of 4 tokens.*`output`$"):
+        require_same_head(tmp_path / "step-1", other, "eagle3", target)
+    edit_config(tmp_path / "step-1", vocabulary="absent")
+    require_same_head(tmp_path / "step-1", other, "eagle3", target)
 
 
 def test_missing_extra_and_misshaped_tensors(saved, target):

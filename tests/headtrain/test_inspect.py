@@ -7,7 +7,16 @@ from rich.console import Console
 
 from decode.errors import UserError
 from headtrain.inspect import inspect_recipe, load_tokenizer
-from headtrain.recipe import DataConfig, EvalConfig, HeadChoice, Recipe, TargetConfig, TrackingConfig, TrainConfig
+from headtrain.recipe import (
+    DataConfig,
+    EvalConfig,
+    HeadChoice,
+    Recipe,
+    SynthesizeConfig,
+    TargetConfig,
+    TrackingConfig,
+    TrainConfig,
+)
 from tests.templates import byte_tokenizer
 
 
@@ -25,6 +34,7 @@ def make_recipe(path, **sections) -> Recipe:
         train=TrainConfig(**({"epochs": 1} | sections)),
         eval=EvalConfig(),
         tracking=TrackingConfig(),
+        synthesize=SynthesizeConfig(),
         output="runs/x",
     )
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -123,8 +124,8 @@ def test_accumulation_is_one_big_batch(tmp_path, target_folder, chats, uneven, f
 
 
 def take_steps_once(trainer: Trainer, micro_batches) -> float:
-    out = trainer.model(trainer.features.batch(micro_batches[0]))
-    return float(out.total.detach() / trainer._trained_tokens(micro_batches))
+    total, *_ = trainer.model(trainer.features.batch(micro_batches[0]))
+    return float(total.detach() / trainer._trained_tokens(micro_batches))
 
 
 def test_two_processes_take_the_steps_of_one(tmp_path, target_folder, chats):
@@ -192,9 +193,31 @@ def test_fifty_random_kills(tmp_path, target_folder, chats):
         kill_and_resume(recipe, tmp_path / f"run-{index}", chance.randint(1, 30), chance.uniform(0, 0.05), expected)
 
 
+def test_log_lines_go_on_between_checkpoints(tmp_path, target_folder, chats, fresh_accelerator):
+    """A log line covers all its steps, those in front of the checkpoint too."""
+    recipe = make_recipe(target_folder, chats, tmp_path, steps=6, log_every=3, save_every=2, keep=3)
+    train(recipe)
+    expected = losses(tmp_path)
+    for folder in list_checkpoints(tmp_path)[1:]:
+        shutil.rmtree(folder)
+    train(recipe)
+    assert losses(tmp_path) == expected and list(expected) == [3, 6]
+
+
+def test_what_a_kill_left_is_put_in_order(tmp_path, target_folder, chats, fresh_accelerator):
+    recipe = make_recipe(target_folder, chats, tmp_path, steps=2)
+    train(recipe)
+    (tmp_path / ".head-abc").mkdir()
+    (tmp_path / ".best-abc").mkdir()
+    (tmp_path / "checkpoints" / "step-0000002").rename(tmp_path / "checkpoints" / ".step-0000002-abc-old")
+    train(recipe)
+    assert not list(tmp_path.rglob(".*"))
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["step-0000002"]
+
+
 def test_resume_with_other_length_is_refused(tmp_path, target_folder, chats, fresh_accelerator):
     train(make_recipe(target_folder, chats, tmp_path, steps=2))
-    with pytest.raises(UserError, match="other data or length"):
+    with pytest.raises(UserError, match="2 steps in all"):
         train(make_recipe(target_folder, chats, tmp_path, steps=3))
 
 
@@ -206,6 +229,20 @@ def test_resume_with_other_head_is_refused(tmp_path, target_folder, chats, fresh
     raw = recipe_dict(target_folder, chats, tmp_path, steps=2)
     raw["head"]["decay"] = 0.5
     with pytest.raises(UserError, match="head"):
+        train(Recipe.from_dict(raw))
+
+
+def test_resume_with_the_vocabulary_of_other_data_is_refused(tmp_path, target_folder, chats, fresh_accelerator):
+    from headtrain.recipe import Recipe
+    from tests.folders import recipe_dict
+
+    raw = recipe_dict(target_folder, chats, tmp_path / "run", steps=2)
+    raw["head"]["vocabulary"] = 12
+    train(Recipe.from_dict(raw))
+    other = tmp_path / "other.jsonl"
+    other.write_text(chats.read_text().replace("the", "zzz").replace("tree", "zzzz"))
+    raw["data"]["train"] = str(other)
+    with pytest.raises(UserError, match="draft vocabulary of 12 tokens .* chosen from other data"):
         train(Recipe.from_dict(raw))
 
 
