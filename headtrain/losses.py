@@ -83,6 +83,16 @@ LOSSES: dict[str, LossFunction] = {
 LossName = Literal["kl", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_hybrid", "top"]
 
 
+def smooth_l1(student: Tensor, aim: Tensor) -> Tensor:
+    """Distance of features [.., H] in float32, mean over H: d^2 / 2 where |d| < 1, else |d| - 1 / 2. Returns [..]."""
+    aim = aim.float().expand_as(student)
+    return torch.nn.functional.smooth_l1_loss(student.float(), aim, reduction="none").mean(-1)
+
+
+FEATURE_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"smooth_l1": smooth_l1}
+FeatureLossName = Literal["smooth_l1"]
+
+
 class _Distill(torch.autograd.Function):
     """Gradients are made in the forward pass, chunk by chunk, and only scaled in the backward pass."""
 
@@ -164,6 +174,16 @@ def teacher_logits(target, hidden: Tensor, vocabulary: Tensor | None) -> Callabl
     """The teacher of `distill`: logits of `hidden` [N, H] over the draft vocabulary's rows of the target's lm_head."""
     rows = target.lm_head_weight if vocabulary is None else target.lm_head_weight[vocabulary]  # [Vd, H]
     return lambda part: target.logits(hidden[part].to(rows.dtype), rows)
+
+
+def token_teacher(labels: Tensor, size: int) -> Callable[[slice], Tensor]:
+    """A teacher of `distill` over `size` tokens that is sure of `labels` [N]."""
+
+    def teacher(part: slice) -> Tensor:
+        logits = torch.full((len(labels[part]), size), -torch.inf, device=labels.device)
+        return logits.scatter_(1, labels[part][:, None], 0.0)
+
+    return teacher
 
 
 def step_weights(num_steps: int, decay: float, device: torch.device | None = None) -> Tensor:

@@ -5,7 +5,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headtrain import losses
-from headtrain.losses import LOSSES, LossName, distill, kl, step_weights, teacher_logits
+from headtrain.losses import (
+    FEATURE_LOSSES,
+    LOSSES,
+    FeatureLossName,
+    LossName,
+    distill,
+    kl,
+    step_weights,
+    teacher_logits,
+)
 from headtrain.target import Target
 from tests.tiny import VOCAB_SIZE, tiny_target
 
@@ -181,3 +190,29 @@ def test_no_loss_breaks_on_certainty(name):
 
 def test_loss_names_are_those_of_recipes():
     assert set(get_args(LossName)) == set(LOSSES)
+    assert set(get_args(FeatureLossName)) == set(FEATURE_LOSSES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_smooth_l1_and_its_gradient(dtype):
+    """Against the formula in float64, on both sides of |d| = 1 and at d = 0."""
+    generator = torch.Generator().manual_seed(4)
+    student, aim = (3 * torch.randn(*shape, D, generator=generator) for shape in ((K, N), (N,)))
+    student[0, 0] = aim[0]
+    student, aim, weights = student.to(dtype), aim.to(dtype), torch.rand(K, N, generator=generator)
+
+    def naive(x):
+        d = (x - aim.double()).abs()
+        return torch.where(d < 1, d**2 / 2, d - 0.5).sum(-1) / D
+
+    exact = student.double().requires_grad_()
+    expected = naive(exact)
+    (gradient,) = torch.autograd.grad((weights.double() * expected).sum(), exact)
+    student.requires_grad_()
+    value = FEATURE_LOSSES["smooth_l1"](student, aim)
+    (found,) = torch.autograd.grad((weights * value).sum(), student)
+    assert value.shape == (K, N) and value.dtype == torch.float32 and found.dtype == dtype
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-3  # of the gradient's own dtype
+    assert torch.allclose(value.double(), expected.detach(), rtol=1e-5, atol=1e-6)
+    assert torch.allclose(found.double(), gradient, rtol=4e-3 if dtype == torch.bfloat16 else 1e-5, atol=tolerance)
+    assert not torch.allclose(value[1], FEATURE_LOSSES["smooth_l1"](student.roll(1, 1), aim)[1], rtol=1e-2)

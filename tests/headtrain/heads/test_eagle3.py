@@ -1,10 +1,16 @@
 import pytest
 import torch
 
+from decode.engine import Engine
+from decode.errors import UserError
+from decode.settings import Settings
+from decode.tree import Dynamic
 from headtrain import checkpoint
 from headtrain.heads import eagle3
 from headtrain.heads.eagle3 import default_layers
+from headtrain.recipe import Recipe
 from tests.headtrain.heads.rows import VOCABULARY, make_batch, make_head, make_target
+from tests.headtrain.test_recurrent import drafted
 
 STEPS = 4
 
@@ -119,3 +125,144 @@ def test_default_layers():
     assert default_layers(32) == [2, 16, 29]
     assert default_layers(7) == [2, 3, 4]
     assert default_layers(6) == [2, 4, 6] and default_layers(1) == [1]
+
+
+def rms(x, norm):
+    return x / (x.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
+
+
+def by_hand(head, target, batch):
+    """The documented choices, slot by slot in float64: total, counts of each step, and the divisor."""
+    c, g, layer = head.config, head.g, head.midlayer
+    ids, mask, length = batch.input_ids, batch.loss_mask, batch.input_ids.shape[1]
+    columns = torch.arange(101) if head.vocabulary is None else head.vocabulary
+    parts = batch.features.double().split(g.hidden, -1)
+    if c.fusion_norm == "each":
+        parts = [rms(part, norm) for part, norm in zip(parts, head.fc_norm, strict=True)]
+    fused = torch.cat(list(parts), -1)
+    if c.fusion_norm == "joint":
+        fused = rms(fused, head.input_norm)
+    fused = fused @ head.fc.weight.T
+    total, counts = torch.zeros((), dtype=torch.float64), [0] * c.steps
+    back = {"predicted": 0, "consumed": 1, "unshifted": 2}[c.mask]
+    for b in range(len(ids)):
+        last = int(mask[b].nonzero().max())
+        rotated = [head.rotary(fused, torch.tensor([[i]])) for i in range(length + c.steps)]
+        first = []
+        for t in range(length - 1):
+            own, u = [], fused[b, t]
+            for k in range(c.steps):
+                if t + 1 + k > length - 1:
+                    break
+                embedding = head.embedding(ids[b, t + 1 + k]).double()
+                x = torch.cat([rms(embedding, layer.input_layernorm), rms(u, layer.hidden_norm)])[None, None]
+                q, key, value = (x[0, :, 0] for x in layer.self_attn.project(x, rotated[t + k]))
+                spread = [x.repeat_interleave(g.num_heads // g.num_kv_heads, 0) for x in (key, value)]
+                own.append(spread)
+                if k == 0:
+                    first.append(spread)
+                keys, values = (torch.stack(x) for x in zip(*first, *own[1:], strict=True))
+                p = torch.softmax((keys * q).sum(-1) * g.head_dim**-0.5, 0)
+                residual = rms(u, layer.hidden_norm) if c.normed_residual else u
+                state = layer.finish(residual[None, None], (p[..., None] * values).sum(0)[None, :, None])[0, 0]
+                normed = rms(state, head.norm)
+                u = normed if c.feedback == "normed" else state
+                at = t + 2 + k - back  # the token whose mask counts
+                if not (0 <= at < length) or not mask[b, at] or t + 1 + k > last:
+                    continue
+                z = target.logits(batch.hidden[b, t + 1 + k])
+                if c.outside == "drop" and int(z.argmax()) not in columns:
+                    continue
+                log_q = torch.log_softmax(head.lm_head.weight @ normed, -1)
+                total = total - c.decay**k * (torch.softmax(z[columns].double(), -1) * log_q).sum()
+                counts[k] += 1
+    teachers = (
+        mask[:, 2:]
+        if back == 0
+        else mask[:, 1:]
+        if back == 1
+        else mask[:, :-1] * mask[:, 1:].flip(1).cummax(1)[0].flip(1)
+    )
+    return total, counts, ids.numel() if c.normaliser == "all" else int(teachers.sum())
+
+
+REPLY = [[0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]]
+CHOICES = {
+    "eagle": {"preset": "eagle", "steps": 3},
+    "speculators": {"preset": "speculators"},
+    "modelopt": {"preset": "modelopt"},
+    "eagle3.1": {"preset": "eagle3.1", "steps": 3},
+}
+
+
+@pytest.mark.parametrize("vocabulary", [None, VOCABULARY], ids=["whole", "reduced"])
+@pytest.mark.parametrize("name", CHOICES)
+def test_presets_are_what_they_are_documented_to_be(target, name, vocabulary):
+    head = make_head("eagle3", target, vocabulary, **CHOICES[name]).double()
+    batch = make_batch(head, target, length=12, mask=REPLY)
+    out = head.loss(batch, target)
+    total, counts, tokens = by_hand(head, target, batch)
+    torch.testing.assert_close(out.total.double(), total, rtol=1e-5, atol=1e-4)
+    assert out.counts.tolist() == counts and int(head.tokens(batch.loss_mask)) == tokens
+    trained = {n: p for n, p in head.named_parameters() if p.requires_grad}
+    grads = [torch.autograd.grad(x, list(trained.values())) for x in (out.total, total)]
+    for parameter, ours, expected in zip(trained, *grads, strict=True):
+        torch.testing.assert_close(ours, expected.to(ours.dtype), rtol=1e-3, atol=1e-4, msg=parameter)
+
+
+@pytest.mark.parametrize("change", [{"mask": "predicted"}, {"outside": "keep"}, {"decay": 0.5}], ids=str)
+def test_another_choice_is_seen(target, change):
+    """Negative control of the test above: each choice matters here."""
+    settings = {**CHOICES["eagle"], "mask": "unshifted", "outside": "drop"}
+    head, other = (make_head("eagle3", target, VOCABULARY, **{**settings, **c}) for c in ({}, change))
+    batch = make_batch(head, target, length=12, mask=REPLY)
+    assert abs(head.loss(batch, target).total - other.loss(batch, target).total) > 0.1
+
+
+def test_keys_beside_a_preset_win_and_are_kept():
+    config = eagle3.Eagle3Config(preset="speculators", steps=5, feedback="raw")
+    assert (config.steps, config.feedback, config.fusion_norm, config.decay) == (5, "raw", "joint", 1.0)
+    assert eagle3.Eagle3Config(**config.model_dump()) == config
+    assert eagle3.Eagle3Config(preset="eagle").normaliser == "all" and eagle3.Eagle3Config().normaliser == "trained"
+    assert eagle3.Eagle3Config(preset="modelopt").lm_head == "frozen"
+    assert eagle3.Eagle3Config(preset="modelopt", vocabulary=50).lm_head == "copied"
+
+
+def test_a_preset_that_is_not_there(tmp_path):
+    (tmp_path / "chats.jsonl").write_text("{}")
+    raw = {"target": {"model": str(tmp_path)}, "data": {"train": str(tmp_path / "chats.jsonl")}, "output": "run"}
+    with pytest.raises(UserError, match="head.preset"):
+        Recipe.from_dict({**raw, "head": {"family": "eagle3", "preset": "speculator"}})
+
+
+def test_lm_head_is_frozen_copied_or_random(target):
+    heads = {
+        how: eagle3.Eagle3.build(eagle3.Eagle3Config(lm_head=how), target) for how in ("frozen", "copied", "random")
+    }
+    same = {how: torch.equal(head.lm_head.weight, target.lm_head_weight) for how, head in heads.items()}
+    assert same == {"frozen": True, "copied": True, "random": False}
+    assert [head.lm_head.weight.requires_grad for head in heads.values()] == [False, True, True]
+    before = heads["frozen"]
+    batch = make_batch(before, target)
+    before.loss(batch, target).total.backward()
+    assert before.lm_head.weight.grad is None and before.fc.weight.grad is not None
+
+
+@pytest.mark.parametrize("name", ["speculators", "eagle3.1"])
+@torch.no_grad()
+def test_presets_draft_as_they_train(target, name, tmp_path):
+    head = make_head("eagle3", target, VOCABULARY, preset=name)
+    checkpoint.save_head(tmp_path / "head", head, "eagle3", target)
+    head = checkpoint.load_head(tmp_path / "head", target)
+    batch = make_batch(head, target, rows=2, length=18)
+    trained = head.logits(torch.stack(head.unroll(batch, STEPS)))
+    for step, b, slot, logits in drafted(head, batch, [9, 5], [1, 4]):
+        torch.testing.assert_close(logits, trained[step, b, slot], rtol=1e-3, atol=1e-4)
+    settings = Settings(max_new_tokens=16, temperature=0.7, ignore_eos=True)
+    plain = Engine(target.model).generate([[5, 6, 7], [9]], settings)
+    fast = Engine(target.model, head, Dynamic(3, 2, 6)).generate([[5, 6, 7], [9]], settings)
+    assert [x.tokens for x in fast] == [x.tokens for x in plain]
+
+
+def test_only_the_aligned_mask_packs(target):
+    assert make_head("eagle3", target, steps=2).packs() and not make_head("eagle3", target, preset="modelopt").packs()
