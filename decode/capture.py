@@ -52,7 +52,8 @@ class Capture:
         self._states.clear()
 
     def take(self) -> Tensor:
-        features = torch.cat([self._states[b] for b in self.layers], dim=-1)  # [B, T, F]
+        parts = [self._states[b] for b in self.layers]
+        features = torch.cat([x.to(parts[-1].device) for x in parts], dim=-1)  # [B, T, F]; layers may span devices
         self._states.clear()
         return features
 

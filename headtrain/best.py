@@ -85,5 +85,9 @@ def resume_best(folder: Path, state: dict[str, Any], saved: bool) -> Best:
 def publish_best(best: Path, folder: Path) -> tuple[int, float]:
     """Copy the best head to `folder`; returns its step and acceptance length."""
     chosen = read_best(best)
-    write_folder(folder, lambda staging: shutil.copytree(best, staging, dirs_exist_ok=True) and None)
+
+    def copy(staging: Path) -> None:
+        shutil.copytree(best, staging, dirs_exist_ok=True)
+
+    write_folder(folder, copy)
     return chosen

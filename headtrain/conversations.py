@@ -30,11 +30,14 @@ class Row:
     finished: bool = True  # False: the last reply was cut by a length limit, so no token ends its turn
 
 
-def load_rows(source: str | Path | Sequence[str], limit: int | None = None, seed: int = 0) -> list[Row]:
+def load_rows(
+    source: str | Path | Sequence[str], limit: int | None = None, seed: int = 0, prompt: bool = False
+) -> list[Row]:
     """Conversations of a JSONL or JSON file, a folder of `Dataset.save_to_disk`, a Hub name, or a list of these.
 
     `limit` draws that many rows of all sources with `seed` and keeps their order. A row with `finish` (or
-    `finish_reason`) "length" counts as unfinished. Raises UserError with the row's place if it is not a conversation.
+    `finish_reason`) "length" counts as unfinished. `prompt`: the reply may be absent. Raises UserError with the row's
+    place if it is not a conversation.
     """
     rows: list[tuple[Any, str]] = []
     for name in [source] if isinstance(source, (str, Path)) else source:
@@ -45,7 +48,7 @@ def load_rows(source: str | Path | Sequence[str], limit: int | None = None, seed
     if limit is not None and limit < len(rows):
         chosen = np.random.default_rng(seed).permutation(len(rows))[:limit]
         rows = [rows[index] for index in sorted(chosen)]
-    return [Row(_messages(record, where), where, _finished(record)) for record, where in rows]
+    return [Row(_messages(record, where, prompt), where, _finished(record)) for record, where in rows]
 
 
 def _finished(record: dict[str, Any]) -> bool:

@@ -1,5 +1,8 @@
 """The draft vocabulary: the tokens that the assistant writes most often."""
 
+import hashlib
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -28,3 +31,15 @@ def coverage(dataset: Dataset, vocabulary: Tensor | None) -> float:
         return 1.0
     trained = dataset.ids[dataset.masks.astype(bool)]
     return float(np.isin(trained, vocabulary.numpy()).mean()) if len(trained) else 0.0
+
+
+def describe_vocabulary(vocabulary: Tensor | None, target: dict[str, Any]) -> dict[str, Any] | None:
+    """Size and content hash of a draft vocabulary of the target described by `describe_target`; None for the whole.
+
+    The hash covers the target's tokenizer and size beside the ids [Vd]: the same ids mean other tokens elsewhere.
+    """
+    if vocabulary is None:
+        return None
+    digest = hashlib.sha256(f"{target['tokenizer']} {target['vocab_size']} ".encode())
+    digest.update(vocabulary.cpu().numpy().astype("<i8").tobytes())
+    return {"size": len(vocabulary), "hash": digest.hexdigest()[:32]}

@@ -5,4 +5,5 @@ source "$(dirname "$0")/setup.sh"
 ruff check .
 ruff format --check .
 mypy
-python -m pytest "$@"
+# Tensors are tiny and each test has one thread: two workers use two cores.
+python -m pytest -n 2 --dist loadscope "$@"

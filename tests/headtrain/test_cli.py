@@ -34,6 +34,9 @@ def test_cache_then_train(capsys, monkeypatch, tmp_path, target_folder, chats):
     cache = tmp_path / "cache"
     code, out, err = run(capsys, monkeypatch, "cache", str(recipe), f"data.cache={cache}")
     assert code == 0 and out.strip() == str(cache) and "bytes a token" in err
+    small = [f"data.cache={tmp_path / 'small'}", "data.cache_dtype=float8_e4m3fn"]
+    code, _, err = run(capsys, monkeypatch, "cache", str(recipe), *small)
+    assert code == 0 and "relative error of float8_e4m3fn: features " in " ".join(err.split())
     code, _, err = run(capsys, monkeypatch, "cache", str(recipe))
     assert code == 2 and err.strip() == "headtrain: data.cache: names no folder; add data.cache=FOLDER"
 

@@ -70,6 +70,97 @@ def test_cache_in_bfloat16(tmp_path, target_folder, chats):
     assert_refused(load_parts(target_folder, chats), tmp_path, "dtype bfloat16")
 
 
+def naive_float8(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Each part of `size` numbers by itself, rounded in float64 to 4 significant bits; below 2^-6 steps of 2^-9."""
+    out = x.double().clone()
+    for row in out:
+        for start in range(0, len(row), size):
+            scale = row[start : start + size].abs().max() / 448
+            if scale > 0:
+                y = row[start : start + size] / scale
+                step = 2.0 ** (y.abs().clamp(min=2.0**-6).log2().floor() - 3)
+                row[start : start + size] = (y / step).round() * step * scale
+    return out
+
+
+def test_float8_is_rounding_by_position_and_boundary():
+    x = torch.randn(7, 24, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 7)[:, None]
+    x[:, 8:16] *= 1e6
+    x[2, 16:] = 0
+    stored, scale = features.to_float8(x, 8)
+    assert stored.dtype == torch.float8_e4m3fn and stored.shape == x.shape and scale.shape == (7, 3)
+    found = features.from_float8(stored, scale, torch.float32)
+    torch.testing.assert_close(found, naive_float8(x, 8).float(), rtol=1e-5, atol=1e-9)
+    shared = naive_float8(x, 24).float()  # control: one scale a position loses the small boundaries
+    worst = [features.relative_errors(x, y, 8)[:, 0].max() for y in (found, shared)]
+    assert worst[0] < 0.06 and worst[1] > 0.5
+
+
+def test_float8_cache_says_how_far_it_is_off(tmp_path, parts):
+    target, dataset = parts
+    list(write_cache(dataset, target, LAYERS, tmp_path, 150, "float8_e4m3fn"))
+    online = OnlineFeatures(dataset, target, LAYERS)
+    cached = CachedFeatures(dataset, target, LAYERS, tmp_path, storage="float8_e4m3fn")
+    errors: dict[str, list] = {"features": [], "hidden": []}
+    for row in range(len(dataset)):
+        a, b = online.batch([row]), cached.batch([row])
+        assert a.features.dtype == b.features.dtype and a.hidden.shape == b.hidden.shape
+        for name, found in errors.items():
+            found.append(features.relative_errors(getattr(a, name)[0], getattr(b, name)[0], target.hidden_size))
+    written = features.cache_error(tmp_path)
+    assert written is not None
+    for name, found in errors.items():
+        assert 0.005 < written[name] < 0.04 and written[name] == pytest.approx(float(torch.cat(found).mean()), rel=1e-2)
+    assert written["worst"] == pytest.approx(max(float(torch.cat(x).max()) for x in errors.values()), rel=1e-2)
+    size = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    stored = bytes_per_token(target, LAYERS, "float8_e4m3fn") * len(dataset.ids)
+    assert stored <= size <= stored + 600 * len(list(tmp_path.glob("*.safetensors")))
+    assert_refused(parts, tmp_path, "storage float8_e4m3fn")
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
+    list(write_cache(dataset, target, LAYERS, tmp_path, 150, "float8_e4m3fn"))
+    assert before == {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
+    assert features.cache_error(tmp_path) == written
+
+
+def test_caches_of_before_name_no_storage(tmp_path, parts):
+    fill(parts, tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest.pop("storage") == "target" and "relative_error" not in manifest
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert_same_batches(parts, tmp_path)
+    target, dataset = parts
+    with pytest.raises(UserError, match="storage target"):
+        CachedFeatures(dataset, target, LAYERS, tmp_path, storage="float8_e4m3fn")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_plain_storage_keeps_every_bit(tmp_path, target_folder, chats, dtype):
+    _, dataset = load_parts(target_folder, chats)
+    target = Target.load(str(target_folder), dtype)
+    list(write_cache(dataset, target, LAYERS, tmp_path, batch_tokens=1))  # row by row, as below
+    cached, online = CachedFeatures(dataset, target, LAYERS, tmp_path), OnlineFeatures(dataset, target, LAYERS)
+    for row in range(len(dataset)):
+        a, b = online.batch([row]), cached.batch([row])
+        assert torch.equal(a.features, b.features) and torch.equal(a.hidden, b.hidden)
+
+
+def test_losses_on_a_float8_cache(tmp_path, target_folder, chats, fresh_accelerator):
+    """Within 3 % of those on the target's own states in each step, and not equal to them."""
+    from headtrain.heads.eagle3 import default_layers
+    from headtrain.recipe import Recipe
+    from headtrain.trainer import train
+
+    raw = recipe_dict(target_folder, chats, tmp_path / "online", steps=4)
+    train(Recipe.from_dict(raw))
+    target, dataset = load_parts(target_folder, chats)
+    layers = default_layers(target.num_layers)
+    list(write_cache(dataset, target, layers, tmp_path / "cache", 256, "float8_e4m3fn"))
+    raw["data"] |= {"cache": str(tmp_path / "cache"), "cache_dtype": "float8_e4m3fn"}
+    train(Recipe.from_dict({**raw, "output": str(tmp_path / "cached")}))
+    assert losses(tmp_path / "cached") == pytest.approx(losses(tmp_path / "online"), rel=0.03)
+    assert losses(tmp_path / "cached") != pytest.approx(losses(tmp_path / "online"), rel=1e-6)
+
+
 def test_training_on_the_cache_gives_the_same_losses(tmp_path, target_folder, chats, fresh_accelerator):
     from headtrain.recipe import Recipe
     from headtrain.trainer import train
@@ -138,12 +229,12 @@ def test_interrupted_write_resumes(tmp_path, parts, monkeypatch):
     target, dataset = parts
     real, calls = features.save_file, []
 
-    def save_file(tensors, path):
+    def save_file(tensors, path, metadata):
         calls.append(path)
         if len(calls) == 2:
             path.write_bytes(b"half")
             raise OSError(28, os.strerror(28))
-        real(tensors, path)
+        real(tensors, path, metadata)
 
     monkeypatch.setattr(features, "save_file", save_file)
     with pytest.raises(UserError, match="No space left") as error:

@@ -5,11 +5,14 @@ import os
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from decode.errors import UserError
 from headtrain.masks import encode
+from headtrain.recipe import Recipe
 from headtrain.target import Target
-from tests.folders import make_target_folder
+from headtrain.trainer import train
+from tests.folders import losses, make_target_folder, recipe_dict
 from tests.tiny import FAMILIES, tiny_target
 
 
@@ -45,6 +48,52 @@ def test_loads_in_the_asked_dtype(target_folder):
     target = Target.load(str(target_folder), "bfloat16")
     assert target.dtype == torch.bfloat16 and not target.model.training
     assert target.tokenizer.chat_template and target.name == str(target_folder)
+
+
+def test_device_map_gives_the_same_losses(tmp_path, target_folder, chats, fresh_accelerator):
+    raw = recipe_dict(target_folder, chats, tmp_path / "plain", steps=3)
+    train(Recipe.from_dict(raw))
+    raw["target"]["device_map"], raw["output"] = "auto", str(tmp_path / "spread")
+    train(Recipe.from_dict(raw))
+    assert losses(tmp_path / "spread") == losses(tmp_path / "plain") and len(losses(tmp_path / "plain")) == 3
+
+
+def test_device_map_reaches_transformers(target_folder, monkeypatch):
+    seen = []
+    load = AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda *a, **k: seen.append(k["device_map"]) or load(*a, **k)
+    )
+    Target.load(str(target_folder), "float32")
+    target = Target.load(str(target_folder), "float32", device_map="auto")
+    assert seen == [None, "auto"] and target.device == torch.device("cpu")
+    assert target.embedding is target.model.get_input_embeddings()  # no copy where it is at home
+    assert target.lm_head_weight is target.model.get_output_embeddings().weight
+
+
+def test_embedding_and_lm_head_of_another_device_are_copied_once():
+    """`meta` stands for the second device: it has no numbers, but its tensors refuse to meet those of the CPU."""
+    target = Target(tiny_target("llama"))
+    target._home = torch.device("meta")
+    assert target.device.type == "meta" and target.model.get_output_embeddings().weight.device.type == "cpu"
+    assert target.embedding is target.embedding and target.embedding.weight.device.type == "meta"
+    assert target.lm_head_weight is target.lm_head_weight and target.lm_head_weight.shape == (101, 32)
+    features, hidden = target.features(torch.ones(1, 4, dtype=torch.long), (0, 1))
+    assert features.device.type == hidden.device.type == "meta"
+    assert target.logits(hidden).device.type == "meta"
+
+
+def test_target_left_on_the_disk_is_refused(target_folder, monkeypatch):
+    load = AutoModelForCausalLM.from_pretrained
+
+    def offloaded(*arguments, **options):
+        model, found = load(*arguments, **options)
+        model.model.layers[1].to("meta")
+        return model, found
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", offloaded)
+    with pytest.raises(UserError, match=r"^target\.device_map: .*does not fit on the devices"):
+        Target.load(str(target_folder), "float32", device_map="auto")
 
 
 def assert_refused(folder, *parts: str) -> None:

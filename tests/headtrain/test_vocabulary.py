@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from decode.errors import UserError
 from headtrain.data import Counts, Dataset
-from headtrain.vocabulary import choose_vocabulary, coverage
+from headtrain.vocabulary import choose_vocabulary, coverage, describe_vocabulary
 
 
 def dataset(ids, masks) -> Dataset:
@@ -39,3 +39,14 @@ def test_whole_vocabulary_and_too_many():
     assert choose_vocabulary(data, 10, 10) is None and coverage(data, None) == 1
     with pytest.raises(UserError, match=r"head\.vocabulary: 11 tokens, but the target has only 10"):
         choose_vocabulary(data, 11, 10)
+
+
+def test_description_tells_content_size_and_target_apart():
+    target = {"tokenizer": "abc", "vocab_size": 50, "name": "here"}
+    ids = torch.tensor([1, 4, 9])
+    found = describe_vocabulary(ids, target)
+    assert found == describe_vocabulary(ids.clone(), {**target, "name": "moved"}) and found["size"] == 3
+    assert describe_vocabulary(None, target) is None
+    others = [describe_vocabulary(torch.tensor(x), target) for x in ([1, 4, 8], [1, 4], [1, 4, 9, 10])]
+    others += [describe_vocabulary(ids, {**target, **change}) for change in ({"tokenizer": "x"}, {"vocab_size": 51})]
+    assert len({x["hash"] for x in [found, *others]}) == 6
