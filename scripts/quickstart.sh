@@ -3,7 +3,7 @@
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 out=runs/quickstart
-target=$(python scripts/get_target.py)
+target=$(python scripts/get_target.py | tail -n 1) # libraries print warnings before it
 mkdir -p "$out"
 shipped=$out/shipped
 rm -rf "$shipped" && cp -r recipes/pretrained/smollm2-135m-eagle3 "$shipped"
