@@ -287,7 +287,7 @@ def generate(
     dtype: DtypeOption = "bfloat16",
 ) -> None:
     """Stream an answer."""
-    from decode.engine import Engine
+    from decode.graphs import GraphEngine
     from decode.settings import Settings
     from headtrain.evaluate import load_plan, open_draft
 
@@ -296,7 +296,7 @@ def generate(
     )
     loaded, model = open_draft(head, target, dtype)
     plan, settings = load_plan(head, loaded, settings)
-    engine = Engine(model.model, loaded, plan, model.tokenizer)
+    engine = GraphEngine(model.model, loaded, plan, model.tokenizer)
     ids = model.prompt_ids([{"role": "user", "content": prompt}])
     tokens: list[int] = []
     shown = 0

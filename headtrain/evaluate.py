@@ -20,6 +20,7 @@ import torch
 from decode.draft import Draft, ModelDraft, NgramDraft, require_same_tokenizer
 from decode.engine import Engine, Output
 from decode.errors import UserError
+from decode.graphs import GraphEngine
 from decode.metrics import Parity, acceptance_by_depth, acceptance_length, compare
 from decode.noise import Noise
 from decode.settings import Settings
@@ -192,7 +193,10 @@ def evaluate(
     for source, rows in prompts.items():
         if not rows:
             raise UserError(f"--prompts: {source} has no prompts")
-    engines = Engine(target.model, draft, plan, target.tokenizer), Engine(target.model, tokenizer=target.tokenizer)
+    engines = (
+        GraphEngine(target.model, draft, plan, target.tokenizer),
+        GraphEngine(target.model, tokenizer=target.tokenizer),
+    )
     warm = next(iter(prompts.values()))[0]
     run_three(engines, target, [warm], replace(settings, max_new_tokens=min(16, settings.max_new_tokens)))
     results = []

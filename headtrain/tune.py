@@ -19,6 +19,7 @@ from torch import Tensor
 
 from decode.calibrate import expected_length, frontier, rank_counts, rates
 from decode.engine import Engine
+from decode.graphs import GraphEngine
 from decode.metrics import acceptance_length
 from decode.noise import Noise
 from decode.settings import Settings
@@ -202,7 +203,7 @@ def race(
     head: Head, target: Target, prompts: list[list[int]], settings: Settings, candidates: list[Candidate]
 ) -> list[dict[str, float]]:
     """Acceptance length and tokens per second of each candidate; they take turns on each prompt."""
-    engines = [Engine(target.model, head, candidate.plan, target.tokenizer) for candidate in candidates]
+    engines = [GraphEngine(target.model, head, candidate.plan, target.tokenizer) for candidate in candidates]
     outputs: list[list[Any]] = [[] for _ in candidates]
     for prompt in prompts:
         for i, candidate in enumerate(candidates):
