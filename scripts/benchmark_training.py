@@ -31,7 +31,7 @@ STEPS = 4
 
 def naive_loss(head, batch: Batch, target: Target) -> Tensor:
     """Dense attention, and logits [B, T, V] of the target and of every draft step, all kept for the backward pass."""
-    with mock.patch.object(headtrain.recurrent, "ttt_attention", ttt_attention_reference):
+    with mock.patch.object(headtrain.recurrent, "ttt_attention", lambda *parts: ttt_attention_reference(*parts[:4])):
         states = head.unroll(batch, STEPS)
     rows = target.lm_head_weight if head.vocabulary is None else target.lm_head_weight[head.vocabulary]
     p = torch.softmax(target.logits(batch.hidden, rows).float(), -1)  # [B, T, V]
