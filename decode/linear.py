@@ -62,7 +62,8 @@ class _Siblings:
 class FewTokens:
     """A context in which the linear layers of `model` run as above; the first one entered learns who shares inputs.
 
-    Only plain bfloat16 layers on a CPU take part. The model's weights keep their values, but those of siblings move
+    Only plain bfloat16 layers on a CPU take part, and none whose forward somebody else has put in the place of the
+    class's own, as accelerate does where a model spans devices. The model's weights keep their values, but those of siblings move
     into common storage.
     """
 
@@ -73,6 +74,8 @@ class FewTokens:
             if type(module) is nn.Linear
             and module.weight.device.type == "cpu"
             and module.weight.dtype is torch.bfloat16
+            and module.weight.is_contiguous()
+            and "forward" not in module.__dict__
         ]
         names = {id(module): name.rpartition(".")[0] for name, module in model.named_modules()}
         self.parents = {layer: names[id(layer)] for layer in self.layers}

@@ -2,7 +2,6 @@
 
 import json
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -238,9 +237,5 @@ def serving_formats(family: str) -> dict[str, str]:
     """The export format that each server reads, by server, where it can hold heads of the family."""
     from headtrain.formats.base import load_format
 
-    found = {}
-    for server, name in (("vllm", "speculators"), ("sglang", "sglang")):
-        with suppress(ModuleNotFoundError):  # a build without that format
-            if family in load_format(name).families:
-                found[server] = name
-    return found
+    readers = {"vllm": "speculators", "sglang": "sglang"}
+    return {server: name for server, name in readers.items() if family in load_format(name).families}

@@ -76,10 +76,10 @@ def _records(source: str) -> Iterator[tuple[Any, str]]:
     kind, path = source_kind(source), Path(source).expanduser()
     if kind == "missing":
         raise UserError(f"{source}: no such file or folder; Hub names are written org/name")
-    return _file_records(path) if path.is_file() else _dataset_records(source, kind)
+    return file_records(path) if path.is_file() else _dataset_records(source, kind)
 
 
-def _file_records(path: Path) -> Iterator[tuple[Any, str]]:
+def file_records(path: Path) -> Iterator[tuple[Any, str]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

@@ -28,7 +28,7 @@ def through_softmax(d: Tensor, q: Tensor) -> Tensor:
 
 
 def top(log_q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy on the teacher's 10 likeliest tokens alone, not renormalised (HASS, arXiv 2408.15766)."""
+    """Cross entropy on the teacher's 10 likeliest tokens alone, not renormalised (arXiv 2408.15766)."""
     best = p.topk(min(10, p.shape[-1]), -1)
     value = -(best.values * log_q.gather(-1, best.indices)).sum(-1)
     grad = log_q.exp_() * best.values.sum(-1, keepdim=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from decode.errors import UserError, one_line
-from headtrain.conversations import Message, _file_records, load_prompts
+from headtrain.conversations import Message, file_records, load_prompts
 from headtrain.recipe import source_kind
 
 COUNT = 80  # prompts of a named set where no limit is given, as in Spec-Bench (arXiv 2401.07851)
@@ -96,7 +96,7 @@ def _load_named(name: str, file: str | None, limit: int | None) -> list[list[Mes
     if file is None:
         records = _hub_records(name, chosen)
     elif Path(file).expanduser().is_file():
-        records = _file_records(Path(file).expanduser())
+        records = file_records(Path(file).expanduser())
     else:
         raise UserError(f"--prompts: {name}={file}: no such file")
     prompts = []
