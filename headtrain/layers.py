@@ -160,6 +160,27 @@ class OffsetVocabulary(nn.Module):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
 
+class BorrowedVocabulary(nn.Module):
+    """Draft columns that the target's lm_head scores. A base of modules that train no lm_head of their own."""
+
+    target: Target
+    token_map: Tensor | None
+
+    def borrow(self, target: Target, vocabulary: Tensor | None) -> None:
+        """vocabulary [Vd]: ascending target ids of the draft's columns; None for the whole vocabulary."""
+        self.register_buffer("token_map", vocabulary)
+        object.__setattr__(self, "target", target)  # used, never saved or trained here
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        return self.token_map
+
+    def target_rows(self) -> Tensor:
+        """[Vd, H] rows of the target's lm_head."""
+        weight = self.target.lm_head_weight
+        return weight if self.token_map is None else weight[self.token_map]
+
+
 def rotary_embedding(target: Target, own: LayerConfig | None = None) -> nn.Module:
     """The target's rotary embedding, or the layer's own, as a Llama module; targets that mix several give that of full
     attention."""

@@ -20,7 +20,7 @@ from decode.attention import Visibility
 from decode.attention import forward as attend_tree
 from decode.cache import TreeCache
 from headtrain.heads.base import Batch, HeadConfig, HeadLoss
-from headtrain.layers import Attention, DecoderLayer, Geometry, Norm, rotary_embedding
+from headtrain.layers import Attention, BorrowedVocabulary, DecoderLayer, Geometry, Norm, rotary_embedding
 from headtrain.losses import LossName, distill, teacher_logits, token_teacher
 from headtrain.parallel import ParallelHead, State, choose_mask_token
 from headtrain.target import Target
@@ -85,12 +85,10 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     return x * cos + rotate_half(x) * sin
 
 
-class DFlash(ParallelHead):
+class DFlash(BorrowedVocabulary, ParallelHead):
     Config = DFlashConfig
     config: DFlashConfig
-    target: Target
     rotary: nn.Module
-    token_map: Tensor | None
 
     def __init__(self, config: DFlashConfig, layers: list[int], target: Target, vocabulary: Tensor | None):
         super().__init__()
@@ -101,8 +99,7 @@ class DFlash(ParallelHead):
         self.hidden_norm = Norm(self.g.hidden, self.g.eps)
         self.layers = nn.ModuleList(BlockLayer(self.g) for _ in range(config.decoder_layers))
         self.norm = Norm(self.g.hidden, self.g.eps)
-        self.register_buffer("token_map", vocabulary)  # [Vd] ascending target ids; absent for the whole vocabulary
-        object.__setattr__(self, "target", target)  # its embedding and lm_head are used, never saved or trained here
+        self.borrow(target, vocabulary)
         object.__setattr__(self, "rotary", rotary_embedding(target))
 
     @classmethod
@@ -122,15 +119,6 @@ class DFlash(ParallelHead):
         size = shapes.get("token_map")
         vocabulary = None if size is None else torch.zeros(size, dtype=torch.int64, device=target.device)
         return cls(config, layers, target, vocabulary)
-
-    @property
-    def vocabulary(self) -> Tensor | None:
-        return self.token_map
-
-    def lm_head_rows(self) -> Tensor:
-        """[Vd, H] rows of the target's lm_head."""
-        weight = self.target.lm_head_weight
-        return weight if self.token_map is None else weight[self.token_map]
 
     def tokens(self, loss_mask: Tensor) -> Tensor:
         """Blocks that `loss` samples, at most `anchors` a row: the loss is a mean over blocks."""
@@ -195,11 +183,11 @@ class DFlash(ParallelHead):
         for k in range(size - 1):
             b, a = trained[:, :, k].nonzero(as_tuple=True)
             if self.config.teacher == "token":
-                teacher = token_teacher(labels[b, a, k], len(self.lm_head_rows()))
+                teacher = token_teacher(labels[b, a, k], len(self.target_rows()))
             else:
                 teacher = teacher_logits(target, batch.hidden[b, at[b, a, k] - 1], self.vocabulary)
             weight = weights[b, a, k][None]
-            part, accepted = distill(states[b, a, k][None], self.lm_head_rows(), teacher, weight, self.config.loss)
+            part, accepted = distill(states[b, a, k][None], self.target_rows(), teacher, weight, self.config.loss)
             total = total + part
             acceptance.append(accepted)
             counts.append(len(b))
@@ -227,7 +215,7 @@ class DFlash(ParallelHead):
             return decay.expand(labels.shape)
         c = torch.zeros(labels.shape, device=labels.device)
         known = trained & (labels >= 0)
-        c[known] = probabilities(states[known], self.lm_head_rows(), labels[known])
+        c[known] = probabilities(states[known], self.target_rows(), labels[known])
         factors = torch.where(trained, (1 - self.config.alpha) * c + self.config.alpha, 1.0)
         reached = factors.cumprod(-1) * trained
         return reached.flip(-1).cumsum(-1).flip(-1)
@@ -235,7 +223,7 @@ class DFlash(ParallelHead):
     @torch.no_grad()
     def begin(self, features: Tensor, tokens: Tensor, lengths: Tensor, capacity: int) -> tuple[State, Tensor]:
         cache = TreeCache(len(self.layers), len(tokens), capacity + self.config.block, tokens.device)
-        state = State(cache, rows=[self.lm_head_rows()])
+        state = State(cache, rows=[self.target_rows()])
         self._remember(cache, features, lengths)
         return state, self._guess(state, tokens.gather(1, lengths[:, None]))
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headtrain.heads.base import Batch, HeadConfig, HeadLoss
-from headtrain.layers import MLP, Attention, Geometry, Norm
+from headtrain.layers import MLP, Attention, BorrowedVocabulary, Geometry, Norm
 from headtrain.losses import FEATURE_LOSSES, FeatureLossName, distill, step_weights, teacher_logits
 from headtrain.recurrent import Projected, RecurrentHead, predicting_slots
 from headtrain.target import Target
@@ -38,11 +38,9 @@ class Layer(nn.Module):
         self.mlp = MLP(g)
 
 
-class Eagle1(RecurrentHead):
+class Eagle1(BorrowedVocabulary, RecurrentHead):
     Config = Eagle1Config
     config: Eagle1Config
-    target: Target
-    token_map: Tensor | None
 
     def __init__(self, config: Eagle1Config, target: Target, vocabulary: Tensor | None):
         super().__init__()
@@ -50,8 +48,7 @@ class Eagle1(RecurrentHead):
         self.target_layers = (target.num_layers,)
         self.fc = nn.Linear(2 * self.g.hidden, self.g.hidden, bias=config.bias)
         self.layers = nn.ModuleList([Layer(self.g)])
-        self.register_buffer("token_map", vocabulary)  # [Vd] ascending target ids; absent for the whole vocabulary
-        object.__setattr__(self, "target", target)  # its lm_head is used, never saved or trained here
+        self.borrow(target, vocabulary)
         self.attach(target)
 
     @classmethod
@@ -69,15 +66,6 @@ class Eagle1(RecurrentHead):
         size = shapes.get("token_map")
         return cls(config, target, None if size is None else torch.zeros(size, dtype=torch.int64, device=target.device))
 
-    @property
-    def vocabulary(self) -> Tensor | None:
-        return self.token_map
-
-    def lm_head_rows(self) -> Tensor:
-        """[Vd, H] rows of the target's lm_head."""
-        weight = self.target.lm_head_weight
-        return weight if self.token_map is None else weight[self.token_map]
-
     def enter(self, features: Tensor) -> Tensor:
         features = features.to(self.fc.weight.dtype)
         if self.config.feature_noise and self.training:
@@ -94,7 +82,7 @@ class Eagle1(RecurrentHead):
         return u + layer.mlp(layer.post_attention_layernorm(u))
 
     def logits(self, state: Tensor) -> Tensor:
-        return self.target.finish_logits(nn.functional.linear(state, self.lm_head_rows().to(state.dtype)).float())
+        return self.target.finish_logits(nn.functional.linear(state, self.target_rows().to(state.dtype)).float())
 
     def loss(self, batch: Batch, target: Target) -> HeadLoss:
         """Sum over passes of decay^k times the weighted sum of the features' distance and cross entropies."""
@@ -105,9 +93,9 @@ class Eagle1(RecurrentHead):
         weights = step_weights(passes, config.decay, j.device)[:, None] * known  # [K, N]
         hidden = batch.hidden[b, j]  # [N, H]
         teacher = teacher_logits(target, hidden, self.vocabulary)
-        total, acceptance = distill(student, self.lm_head_rows(), teacher, config.token_weight * weights)
+        total, acceptance = distill(student, self.target_rows(), teacher, config.token_weight * weights)
         if config.top_weight:
-            total = total + distill(student, self.lm_head_rows(), teacher, config.top_weight * weights, "top")[0]
+            total = total + distill(student, self.target_rows(), teacher, config.top_weight * weights, "top")[0]
         distance = FEATURE_LOSSES[config.feature_loss](student, hidden)  # [K, N]
         total = total + config.feature_weight * (weights * distance).sum()
         return HeadLoss(total, acceptance, known.sum(1))

@@ -16,7 +16,7 @@ from decode.attention import Visibility
 from decode.attention import forward as attend_tree
 from decode.cache import TreeCache
 from headtrain.heads.base import Batch, Head, HeadConfig, HeadLoss
-from headtrain.layers import MLP, Attention, Geometry, Norm, rotary_embedding
+from headtrain.layers import MLP, Attention, BorrowedVocabulary, Geometry, Norm, rotary_embedding
 from headtrain.losses import LossName, distill, step_weights, teacher_logits
 from headtrain.packing import Documents, spans
 from headtrain.recurrent import predicting_slots, take_last
@@ -76,11 +76,9 @@ class State:
     depth: int
 
 
-class Hydra(Head):
+class Hydra(BorrowedVocabulary, Head):
     Config = HydraConfig
     config: HydraConfig
-    target: Target
-    token_map: Tensor | None
     rotary: nn.Module
 
     def __init__(self, config: HydraConfig, target: Target, vocabulary: Tensor | None):
@@ -100,8 +98,7 @@ class Hydra(Head):
         if config.own_lm_head:
             size = target.vocab_size if vocabulary is None else len(vocabulary)
             self.hydra_lm_head = nn.ModuleList(nn.Linear(hidden, size) for _ in range(config.heads))
-        self.register_buffer("token_map", vocabulary)  # [Vd] ascending target ids; absent for the whole vocabulary
-        object.__setattr__(self, "target", target)  # its embedding and lm_head are used, never saved or trained here
+        self.borrow(target, vocabulary)
         object.__setattr__(self, "rotary", rotary_embedding(target))
 
     @classmethod
@@ -113,7 +110,7 @@ class Hydra(Head):
         head = cls(config, target, None if vocabulary is None else vocabulary.to(target.device))
         if config.own_lm_head:
             for own in head.hydra_lm_head:
-                own.weight.data.copy_(head.lm_head_rows().detach())  # type: ignore[union-attr,operator]
+                own.weight.data.copy_(head.target_rows().detach())  # type: ignore[union-attr,operator]
                 own.bias.data.zero_()  # type: ignore[union-attr,operator]
         return head
 
@@ -123,15 +120,6 @@ class Hydra(Head):
     ) -> "Hydra":
         size = shapes.get("token_map")
         return cls(config, target, None if size is None else torch.zeros(size, dtype=torch.int64, device=target.device))
-
-    @property
-    def vocabulary(self) -> Tensor | None:
-        return self.token_map
-
-    def lm_head_rows(self) -> Tensor:
-        """[Vd, H] rows of the target's lm_head."""
-        weight = self.target.lm_head_weight
-        return weight if self.token_map is None else weight[self.token_map]
 
     def head_state(self, i: int, u: Tensor, embeddings: Tensor) -> Tensor:
         """What head i gives to lm_head: u [.., H], embeddings [.., i + 1, H] of the tokens behind it -> [.., H]."""
@@ -164,7 +152,7 @@ class Hydra(Head):
             parts = [self.distill(i, student[i], teacher, weights[i]) for i in range(heads)]
             acceptance = torch.cat([acceptance for _, acceptance in parts])
             return HeadLoss(torch.stack([total for total, _ in parts]).sum(), acceptance, known.sum(1))
-        total, acceptance = distill(torch.stack(student), self.lm_head_rows(), teacher, weights, self.config.loss)
+        total, acceptance = distill(torch.stack(student), self.target_rows(), teacher, weights, self.config.loss)
         return HeadLoss(total, acceptance, known.sum(1))
 
     def _prompt(self, features: Tensor, documents: Documents | None = None) -> Tensor:
@@ -247,4 +235,4 @@ class Hydra(Head):
         y = self.head_state(i, u, paths[:, :, : i + 1])
         if self.config.own_lm_head:
             return self.hydra_lm_head[i](y).float()
-        return self.target.finish_logits(nn.functional.linear(y, self.lm_head_rows().to(y.dtype)).float())
+        return self.target.finish_logits(nn.functional.linear(y, self.target_rows().to(y.dtype)).float())

@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headtrain.heads.base import Batch, Head, HeadConfig, HeadLoss
+from headtrain.layers import BorrowedVocabulary
 from headtrain.losses import LossName, distill, step_weights, teacher_logits
 from headtrain.recurrent import predicting_slots, take_last
 from headtrain.target import Target
@@ -41,11 +42,9 @@ class Block(nn.Module):
         return v + nn.functional.silu(self.linear(v))
 
 
-class Medusa(Head):
+class Medusa(BorrowedVocabulary, Head):
     Config = MedusaConfig
     config: MedusaConfig
-    target: Target
-    token_map: Tensor | None
 
     def __init__(self, config: MedusaConfig, target: Target, vocabulary: Tensor | None):
         super().__init__()
@@ -57,8 +56,7 @@ class Medusa(Head):
             blocks: list[nn.Module] = [Block(target.hidden_size) for _ in range(config.layers)]
             own = [nn.Linear(target.hidden_size, size, bias=False)] if config.own_lm_head else []
             self.add_module(str(i), nn.Sequential(*blocks, *own))
-        self.register_buffer("token_map", vocabulary)  # [Vd] ascending target ids; absent for the whole vocabulary
-        object.__setattr__(self, "target", target)  # its lm_head is used, never saved or trained here
+        self.borrow(target, vocabulary)
 
     @classmethod
     def vocabulary_size(cls, config: MedusaConfig) -> int | None:
@@ -80,10 +78,6 @@ class Medusa(Head):
         return cls(config, target, None if size is None else torch.zeros(size, dtype=torch.int64, device=target.device))
 
     @property
-    def vocabulary(self) -> Tensor | None:
-        return self.token_map
-
-    @property
     def num_heads(self) -> int:
         return self.config.heads
 
@@ -101,11 +95,6 @@ class Medusa(Head):
         """[Vd, H] rows that give the logits of head i."""
         heads: Any = self._modules
         return heads[str(i)][-1].weight if self.config.own_lm_head else self.target_rows()
-
-    def target_rows(self) -> Tensor:
-        """[Vd, H] rows of the target's lm_head."""
-        weight = self.target.lm_head_weight
-        return weight if self.token_map is None else weight[self.token_map]
 
     def packs(self) -> bool:
         return True

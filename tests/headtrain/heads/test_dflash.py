@@ -60,7 +60,7 @@ def block_logits(head, batch, b, a, sees=lambda s, a: s < a):
             attended.append((p[..., None] * values).sum(0).flatten())
         u = u + attention.o_proj(torch.stack(attended))
         u = u + layer.mlp(rms(u, layer.post_attention_layernorm))
-    return rms(u, head.norm)[1:] @ head.lm_head_rows().to(dtype).T
+    return rms(u, head.norm)[1:] @ head.target_rows().to(dtype).T
 
 
 def slow_weights(config, c, trained):
@@ -150,7 +150,7 @@ def test_drafting_is_the_training_forward(target):
 
     def check(logits, anchors):
         expected = head.run_blocks(batch, anchors.new_zeros(3, 1).index_copy(0, rows, anchors[:, None]))
-        expected = expected[rows, 0, 1:] @ head.lm_head_rows().T
+        expected = expected[rows, 0, 1:] @ head.target_rows().T
         for k in range(BLOCK - 1):
             if k:
                 logits = head.extend(state, torch.zeros(3, 1, dtype=torch.int64), torch.full((3, 1), k - 1))

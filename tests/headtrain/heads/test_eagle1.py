@@ -15,7 +15,7 @@ def target():
 def formula(head, target, batch, passes, token_weight, feature_weight):
     """Smooth L1 to h_{t+1} and cross entropy with p_{t+1}, for every slot whose predicted token x_{t+2+k} is trained."""
     total = 0.0
-    rows = head.lm_head_rows()
+    rows = head.target_rows()
     for k, f in enumerate(head.unroll(batch, passes, detach=True)):
         for b, t in torch.cartesian_prod(torch.arange(len(f)), torch.arange(f.shape[1])).tolist():
             if t + 2 + k >= batch.input_ids.shape[1] or not batch.loss_mask[b, t + 2 + k]:

@@ -21,7 +21,7 @@ def by_hand(head, target, batch, b, t, i):
     """Logits of head i at position t: u_t and the embeddings of the i + 1 tokens behind it."""
     u = head._prompt(batch.features)[b, t]
     x = torch.cat([u, target.embedding(batch.input_ids[b, t + 1 : t + 2 + i]).flatten()])
-    return head.lm_head_rows() @ head.hydra_mlp[i](x)
+    return head.target_rows() @ head.hydra_mlp[i](x)
 
 
 @pytest.mark.parametrize("vocabulary", [None, VOCABULARY])
@@ -36,7 +36,7 @@ def test_loss_is_the_cross_entropy_of_each_head(target, prefix, vocabulary):
         for i in range(HEADS):
             for t in range(10 - 2 - i):
                 if batch.loss_mask[b, t + 2 + i]:
-                    p = torch.softmax(head.lm_head_rows() @ batch.hidden[b, t + 1 + i], -1)
+                    p = torch.softmax(head.target_rows() @ batch.hidden[b, t + 1 + i], -1)
                     log_q = torch.log_softmax(by_hand(head, target, batch, b, t, i), -1)
                     expected = expected - 0.5**i * (p * log_q).sum()
                     count += 1
