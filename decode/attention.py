@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from decode.gpu import runs_kernels
+from decode.linear import is_slow
 
 NAME = "headtrain_tree"
 KERNEL_DIMS = (64, 80, 96, 128, 256)  # head dims of the kernel; a GPU runs others through SDPA
@@ -138,7 +139,9 @@ def _attend_prompt(query: Tensor, key: Tensor, value: Tensor, scale: float, wind
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
         # On a CPU `enable_gqa` leaves the flash kernel; one copy of K and V per prompt is far cheaper.
         key, value = (x.repeat_interleave(heads // kv_heads, 1) for x in (key, value))
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+        own, dtype = query.dtype, torch.float32 if is_slow(query) else query.dtype
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).to(own)
     out = []
     for start in range(0, n, PREFILL_ROWS):
         end = min(n, start + PREFILL_ROWS)

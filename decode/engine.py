@@ -20,7 +20,7 @@ from decode.cache import TreeCache
 from decode.draft import Draft
 from decode.errors import UserError
 from decode.forward import Forward
-from decode.linear import FewTokens
+from decode.linear import FastLinears
 from decode.noise import Noise
 from decode.processors import Processors
 from decode.settings import Settings
@@ -110,7 +110,7 @@ class Engine:
         self.model, self.draft, self.plan, self.tokenizer = model, draft, plan, tokenizer
         self.forward = Forward(model, draft.target_layers if draft else ())
         self.device = self.forward.device
-        self.few_tokens = FewTokens(draft) if isinstance(draft, torch.nn.Module) else nullcontext
+        self.fast_linears = FastLinears(draft) if isinstance(draft, torch.nn.Module) else nullcontext
 
     def generate(
         self, prompts: Sequence[Sequence[int]], settings: Settings | None = None, sequences: Sequence[int] | None = None
@@ -153,7 +153,7 @@ class Engine:
         if self.draft is None or self.plan is None or run.guesses is None:
             return Tree.root(run.root)
         proposer = self._proposer(run)
-        with self.few_tokens():
+        with self.fast_linears():
             return grow(self.plan, run.root, run.guesses, partial(self.draft.extend, run.state), proposer)
 
     def _verify(self, run: _Run, tree: Tree, logits: Tensor, positions: Tensor) -> Verdict:
@@ -190,7 +190,7 @@ class Engine:
             if features is not None:
                 nodes = path[:, :longest].clamp(min=0)
                 features = features.gather(1, nodes[:, :, None].expand(-1, -1, features.shape[2]))
-            with self.few_tokens():
+            with self.fast_linears():
                 run.guesses = self.draft.commit(run.state, features, tokens, kept)
 
     @torch.no_grad()
@@ -225,7 +225,7 @@ class Engine:
             tokens.scatter_(1, cache.lengths[:, None], run.root[:, None])
             features = None if features is None else features[kept]
             capacity = max(lengths) + settings.max_new_tokens + nodes
-            with self.few_tokens():
+            with self.fast_linears():
                 run.state, run.guesses = self.draft.begin(features, tokens, cache.lengths, capacity)
             timing.lap("prefill")
         return run

@@ -13,7 +13,7 @@ from torch import Tensor
 from decode.attention import Visibility, tree_attention
 from decode.cache import TreeCache, require_rollback
 from decode.capture import Capture
-from decode.linear import FewTokens
+from decode.linear import FastLinears
 
 
 class Forward:
@@ -23,7 +23,7 @@ class Forward:
         require_rollback(model)
         self.model: Any = model
         self.capture = Capture(model, layers) if layers else None
-        self.few_tokens = FewTokens(model)
+        self.fast_linears = FastLinears(model)
         self.device: torch.device = model.get_input_embeddings().weight.device
         config = model.config.get_text_config()
         self.vocab_size = config.vocab_size
@@ -72,7 +72,7 @@ class Forward:
         self, cache: TreeCache, tokens: Tensor, positions: Tensor, visibility: Visibility, keep: int | Tensor
     ) -> tuple[Tensor, Tensor | None]:
         arguments = {self.cache_name: cache, "use_cache": True, "logits_to_keep": keep, "tree": visibility}
-        with tree_attention(self.model), self.few_tokens():
+        with tree_attention(self.model), self.fast_linears():
             if self.capture is None:
                 return self.model(input_ids=tokens, position_ids=positions, **arguments).logits.float(), None
             with self.capture:
