@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from decode.capture import Capture
 from decode.errors import UserError, one_line
+from decode.linear import FastLinears
 from headtrain.masks import prompt_ids
 from headtrain.packing import packed_states
 
@@ -38,6 +39,7 @@ class Target:
         self.config: Any = self.model.config.get_text_config()
         self.num_layers: int = self.config.num_hidden_layers
         self.hidden_size: int = self.config.hidden_size
+        self.fast_linears = FastLinears(self.model)
         self._home: torch.device | None = None  # of batches and heads, where the model spans several devices
         self._copies: dict[str, Any] = {}  # on that device
 
@@ -154,7 +156,7 @@ class Target:
         `input_ids` [B, T] is right padded: under a causal mask the padding changes nothing before it.
         `documents`: lengths of the conversations packed into the one row, None for a conversation a row.
         """
-        with Capture(self.model, layers) as capture:
+        with Capture(self.model, layers) as capture, self.fast_linears():
             if documents is not None:
                 hidden = packed_states(self.model, input_ids, documents)
             else:

@@ -88,7 +88,8 @@ class Medusa2(Medusa):
 
     def run_target(self, input_ids: Tensor) -> Tensor:
         """The target's last hidden states [B, T, H]; rows are right padded."""
-        return self.target.model.base_model(input_ids=input_ids, use_cache=False)[0]
+        with self.target.fast_linears():
+            return self.target.model.base_model(input_ids=input_ids, use_cache=False)[0]
 
     def adapted(self, input_ids: Tensor) -> Tensor:
         """The same with the adapter's dropout while training; elsewhere the target is as it decodes."""
