@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from decode.linear import is_slow
+
 CHUNK_ELEMENTS = 1 << 24  # draft logits of one chunk, all steps together: 2,048 rows of a vocabulary of 8,192
 
 # (log_q, p) [R, Vd] float32 -> losses [R] and their gradient by the logits [R, Vd]; may overwrite log_q, never p
@@ -112,14 +114,17 @@ class _Distill(torch.autograd.Function):
         acceptance = student.new_zeros(steps, dtype=torch.float32)
         grad_student = torch.empty_like(student) if needs_student else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        chunk = max(1, CHUNK_ELEMENTS // (steps * weight.shape[0]))
+        chunk = max(1, min(num_tokens, CHUNK_ELEMENTS // (steps * weight.shape[0])))
+        memory = rows.new_empty(steps * chunk * weight.shape[0])  # of every chunk's logits, then of their gradients
         for start in range(0, num_tokens, chunk):
             part = slice(start, min(start + chunk, num_tokens))
             p = torch.softmax(teacher(part), -1)  # [C, Vd]
             states = student[:, part].to(compute)  # [K, C, D]
-            grads = states.new_empty(*states.shape[:2], weight.shape[0])  # [K, C, Vd]
+            flat = memory[: states.shape[1] * steps * weight.shape[0]].view(-1, weight.shape[0])  # [K C, Vd]
+            torch.mm(states.flatten(0, 1), rows.T, out=flat)
+            grads = flat.view(*states.shape[:2], -1)  # [K, C, Vd]
             for k in range(steps):
-                log_q = torch.log_softmax((states[k] @ rows.T).float(), -1)  # [C, Vd]
+                log_q = torch.log_softmax(grads[k].float(), -1)  # [C, Vd]
                 w = weights[k, part]  # [C]
                 value, grad, alpha = loss_and_acceptance(loss, log_q, p)
                 total += torch.dot(w, value)
@@ -127,8 +132,12 @@ class _Distill(torch.autograd.Function):
                 torch.mul(grad, w[:, None], out=grads[k])
             if grad_student is not None:
                 grad_student[:, part] = (grads @ rows).to(student.dtype)
-            if grad_weight is not None:
-                grad_weight += grads.flatten(0, 1).T @ states.flatten(0, 1)
+            if grad_weight is None:
+                continue
+            if compute is torch.float32:
+                grad_weight.addmm_(flat.T, states.flatten(0, 1))
+            else:
+                grad_weight += flat.T @ states.flatten(0, 1)
         ctx.save_for_backward(grad_student, grad_weight.to(weight.dtype) if grad_weight is not None else None)
         ctx.mark_non_differentiable(acceptance)
         return total, acceptance
@@ -173,6 +182,8 @@ def distill(
 def teacher_logits(target, hidden: Tensor, vocabulary: Tensor | None) -> Callable[[slice], Tensor]:
     """The teacher of `distill`: logits of `hidden` [N, H] over the draft vocabulary's rows of the target's lm_head."""
     rows = target.lm_head_weight if vocabulary is None else target.lm_head_weight[vocabulary]  # [Vd, H]
+    if is_slow(rows):
+        rows = rows.float()
     return lambda part: target.logits(hidden[part].to(rows.dtype), rows)
 
 
