@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from decode.errors import UserError, one_line
+from decode.linear import prefers_float32
 from headtrain.recipe import Recipe
 from headtrain.tracking import tracker_names
 
@@ -25,6 +26,7 @@ def make_accelerator(recipe: Recipe, run: Path) -> Any:
         (run / ".writable").unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"output: cannot write into {run} ({error.strerror}); choose another folder") from error
+    use_cores()
     trackers = tracker_names(recipe.tracking)
     # On a machine without GPU accelerate joins no group unless told the backend, and wraps no model unless told `cpu`;
     # DeepSpeed in turn is left out where it is told `cpu`.
@@ -32,7 +34,7 @@ def make_accelerator(recipe: Recipe, run: Path) -> Any:
     try:
         accelerator = Accelerator(
             cpu=on_cpu and not _asked("DEEPSPEED"),
-            mixed_precision=recipe.train.precision,
+            mixed_precision=mixed_precision(recipe),
             log_with=trackers or None,
             project_config=ProjectConfiguration(project_dir=str(run), logging_dir=str(run)),
             kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if on_cpu else [],
@@ -50,6 +52,20 @@ def make_accelerator(recipe: Recipe, run: Path) -> Any:
         options = {"wandb": {"name": recipe.tracking.name or run.name, "dir": str(run)}}
         accelerator.init_trackers(recipe.tracking.project, init_kwargs=options)
     return accelerator
+
+
+def mixed_precision(recipe: Recipe) -> str:
+    """What `auto` stands for: float32 on CPUs that multiply it faster than bfloat16."""
+    if recipe.train.precision != "auto":
+        return recipe.train.precision
+    return "no" if not torch.cuda.is_available() and prefers_float32() else "bf16"
+
+
+def use_cores() -> None:
+    """Give a process of a CPU machine its share of the cores: accelerate's launcher leaves it one thread unless told."""
+    launched, told = "ACCELERATE_MIXED_PRECISION" in os.environ, os.environ.get("OMP_NUM_THREADS", "1") != "1"
+    if launched and not told and not torch.cuda.is_available():
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def require_world(accelerator: Any) -> None:
@@ -105,6 +121,6 @@ def _follow_recipe(plugin: Any, recipe: Recipe) -> None:
     config["gradient_clipping"] = recipe.train.clip_norm or 0.0
     config["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed wants a number; the trainer makes the batches
     config["bf16"] = {"enabled": False}
-    config["torch_autocast"] = {"enabled": recipe.train.precision == "bf16", "dtype": "bfloat16"}
+    config["torch_autocast"] = {"enabled": mixed_precision(recipe) == "bf16", "dtype": "bfloat16"}
     if not plugin.zero3_init_flag:
         plugin.dschf = None  # as long as it lives, transformers spreads the target over the processes under ZeRO-3

@@ -111,8 +111,8 @@ class TrainConfig(Section):
     """Decay rates of AdamW's two moments."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 0.5
     """Largest gradient norm; null does not clip."""
-    precision: Literal["bf16", "no"] = "bf16"
-    """Mixed precision of the head's forward; no computes in float32."""
+    precision: Literal["auto", "bf16", "no"] = "auto"
+    """Mixed precision of the head's forward; no computes in float32. auto: bf16 where the device is faster at it."""
     seed: int = 0
     """Seed of initial weights, row order and dropout."""
     log_every: Positive = 10
