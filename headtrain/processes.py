@@ -34,7 +34,7 @@ def make_accelerator(recipe: Recipe, run: Path) -> Any:
     try:
         accelerator = Accelerator(
             cpu=on_cpu and not _asked("DEEPSPEED"),
-            mixed_precision=mixed_precision(recipe),
+            mixed_precision=choose_precision(recipe.train.precision),
             log_with=trackers or None,
             project_config=ProjectConfiguration(project_dir=str(run), logging_dir=str(run)),
             kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if on_cpu else [],
@@ -54,10 +54,10 @@ def make_accelerator(recipe: Recipe, run: Path) -> Any:
     return accelerator
 
 
-def mixed_precision(recipe: Recipe) -> str:
-    """What `auto` stands for: float32 on CPUs that multiply it faster than bfloat16."""
-    if recipe.train.precision != "auto":
-        return recipe.train.precision
+def choose_precision(asked: str) -> str:
+    """bf16 or no; `auto` stands for float32 on CPUs that multiply it faster than bfloat16."""
+    if asked != "auto":
+        return asked
     return "no" if not torch.cuda.is_available() and prefers_float32() else "bf16"
 
 
@@ -121,6 +121,6 @@ def _follow_recipe(plugin: Any, recipe: Recipe) -> None:
     config["gradient_clipping"] = recipe.train.clip_norm or 0.0
     config["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed wants a number; the trainer makes the batches
     config["bf16"] = {"enabled": False}
-    config["torch_autocast"] = {"enabled": mixed_precision(recipe) == "bf16", "dtype": "bfloat16"}
+    config["torch_autocast"] = {"enabled": choose_precision(recipe.train.precision) == "bf16", "dtype": "bfloat16"}
     if not plugin.zero3_init_flag:
         plugin.dschf = None  # as long as it lives, transformers spreads the target over the processes under ZeRO-3
