@@ -13,6 +13,7 @@ from torch import Tensor
 from decode.linear import is_slow
 
 CHUNK_ELEMENTS = 1 << 24  # draft logits of one chunk, all steps together: 2,048 rows of a vocabulary of 8,192
+PIECE = 2048  # rows of the gradient of an lm_head that are summed at a time
 
 # (log_q, p) [R, Vd] float32 -> losses [R] and their gradient by the logits [R, Vd]; may overwrite log_q, never p
 LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -116,6 +117,7 @@ class _Distill(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         chunk = max(1, min(num_tokens, CHUNK_ELEMENTS // (steps * weight.shape[0])))
         memory = rows.new_empty(steps * chunk * weight.shape[0])  # of every chunk's logits, then of their gradients
+        product = torch.empty_like(rows) if needs_weight and compute is not torch.float32 else None
         for start in range(0, num_tokens, chunk):
             part = slice(start, min(start + chunk, num_tokens))
             p = torch.softmax(teacher(part), -1)  # [C, Vd]
@@ -129,15 +131,11 @@ class _Distill(torch.autograd.Function):
                 value, grad, alpha = loss_and_acceptance(loss, log_q, p)
                 total += torch.dot(w, value)
                 acceptance[k] += torch.dot((w > 0).float(), alpha)
-                torch.mul(grad, w[:, None], out=grads[k])
+                grads[k].copy_(grad.mul_(w[:, None]))
             if grad_student is not None:
                 grad_student[:, part] = (grads @ rows).to(student.dtype)
-            if grad_weight is None:
-                continue
-            if compute is torch.float32:
-                grad_weight.addmm_(flat.T, states.flatten(0, 1))
-            else:
-                grad_weight += flat.T @ states.flatten(0, 1)
+            if grad_weight is not None:
+                add_product(grad_weight, flat.T, states.flatten(0, 1), product)
         ctx.save_for_backward(grad_student, grad_weight.to(weight.dtype) if grad_weight is not None else None)
         ctx.mark_non_differentiable(acceptance)
         return total, acceptance
@@ -146,6 +144,17 @@ class _Distill(torch.autograd.Function):
     def backward(ctx, grad_total, _):
         scaled = (g * grad_total if g is not None else None for g in ctx.saved_tensors)
         return *scaled, None, None, None
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, product: Tensor | None) -> None:
+    """total += a @ b in float32. `product` holds a @ b where the two are of a narrower dtype."""
+    if product is None:
+        total.addmm_(a, b)
+        return
+    torch.mm(a, b, out=product)
+    # A sum of two dtypes first widens one of them: in pieces, the copy stays in the caches.
+    for wide, narrow in zip(total.split(PIECE), product.split(PIECE), strict=True):
+        wide += narrow
 
 
 def loss_and_acceptance(loss: LossFunction, log_q: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
