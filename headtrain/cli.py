@@ -36,12 +36,16 @@ DtypeOption = Annotated[str, typer.Option(help="bfloat16, float16, float32 or au
 
 
 @app.command()
-def inspect(recipe: RecipeArgument, overrides: Overrides = None) -> None:
-    """Show the data of a recipe: tokens and loss mask in colour, kept, cut and dropped rows."""
+def inspect(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=0, help="run for the estimate of memory and time; 0: no estimate")] = 3,
+) -> None:
+    """Show the data of a recipe, tokens and loss mask in colour, and the memory and time that the run will need."""
     from headtrain.inspect import inspect_recipe
     from headtrain.recipe import load_recipe
 
-    inspect_recipe(load_recipe(recipe, overrides or []), console)
+    inspect_recipe(load_recipe(recipe, overrides or []), console, steps=steps)
 
 
 @app.command()

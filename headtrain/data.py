@@ -194,6 +194,12 @@ def batches(
     return [groups[index] for index in random.permutation(len(groups)).tolist()[rank::world]]
 
 
+def places(dataset: Dataset, rows: Sequence[int], pack: bool) -> int:
+    """Tokens of a micro-batch as it is computed, padding included."""
+    lengths = dataset.lengths[list(rows)]
+    return int(lengths.sum() if pack else len(lengths) * lengths.max())
+
+
 def fill_bins(rows: Sequence[int], lengths: np.ndarray, capacity: int) -> list[list[int]]:
     """Best fit, longest first: each row goes where the least room is left behind it. A row over `capacity` is alone."""
     bins: list[list[int]] = []

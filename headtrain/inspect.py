@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
@@ -12,17 +14,23 @@ from rich.text import Text
 
 from decode.errors import UserError
 from headtrain.conversations import load_rows
-from headtrain.data import Dataset, batches, encode_rows, require_trained
+from headtrain.data import Dataset, batches, encode_rows, places, require_trained
 from headtrain.recipe import Recipe, TargetConfig
+
+if TYPE_CHECKING:
+    from headtrain.estimate import Estimate
 
 TRAINED, CONTEXT, ID = "bold green", "white", "bright_black"
 
 
-def inspect_recipe(recipe: Recipe, console: Console, tokenizer=None, num_rows: int = 3, num_tokens: int = 160) -> None:
+def inspect_recipe(
+    recipe: Recipe, console: Console, tokenizer=None, num_rows: int = 3, num_tokens: int = 160, steps: int = 0
+) -> None:
     """Prints tokens under the loss mask, the account of all rows, lengths and the size of an epoch.
 
-    Loads the target's tokenizer where none is given, never its weights. `num_tokens` is shown of each of `num_rows`
-    rows. Raises UserError, behind what it could show, when nothing is trained.
+    With `steps` it runs so many of them and prints the memory and time that the whole run will need; else the target's
+    weights are not loaded. `num_tokens` is shown of each of `num_rows` rows. Raises UserError, behind what it could
+    show, when nothing is trained.
     """
     tokenizer = tokenizer or load_tokenizer(recipe.target)
     for split, sources in (("train", recipe.data.train), ("eval", recipe.data.eval)):
@@ -38,6 +46,10 @@ def inspect_recipe(recipe: Recipe, console: Console, tokenizer=None, num_rows: i
         console.print(_lengths(dataset))
         if split == "train":
             console.print(_epoch(dataset, recipe))
+            if steps:
+                from headtrain.estimate import measure_run
+
+                console.print(_needs(measure_run(recipe, dataset, steps)))
 
 
 def load_tokenizer(target: TargetConfig):
@@ -115,8 +127,7 @@ def _epoch(dataset: Dataset, recipe: Recipe) -> Table:
     train = recipe.train
     plan = [_plan(dataset, recipe, epoch) for epoch in range(train.epochs or 1)]
     steps = [len(micro_batches) // train.accumulation for micro_batches in plan]
-    padded = sum(len(rows) * int(dataset.lengths[rows].max()) for rows in plan[0])
-    area = len(dataset.ids) if recipe.data.pack else padded
+    area = sum(places(dataset, rows, recipe.data.pack) for rows in plan[0])
     table = Table("on one device", "", show_header=False, title_justify="left")
     table.add_row("tokens per epoch", f"{len(dataset.ids):,}, {int(dataset.masks.sum()):,} trained")
     table.add_row("padding", f"{1 - len(dataset.ids) / area:.1%} of {area:,} places")
@@ -133,3 +144,17 @@ def _plan(dataset: Dataset, recipe: Recipe, epoch: int) -> list[list[int]]:
     train = recipe.train
     share = train.accumulation
     return batches(dataset, train.batch_tokens, train.seed, epoch, accumulation=share, pack=recipe.data.pack)
+
+
+def _needs(estimate: Estimate) -> Table:
+    title = f"measured with {estimate.measured} steps on {estimate.device}"
+    table = Table("", "", title=title, show_header=False, title_justify="left")
+    table.add_row("parameters of the target", f"{estimate.target_parameters:,}")
+    table.add_row("parameters that are trained", f"{estimate.trained_parameters:,}")
+    for part in ("weights", "gradients", "optimizer", "activations"):
+        table.add_row(f"memory: {part}", f"{getattr(estimate, part) / 1e9:.3f} GB")
+    table.add_row("memory in all", f"{estimate.memory / 1e9:.3f} GB")
+    table.add_row("hidden states, if cached on disk", f"{estimate.cache / 1e9:.3f} GB")
+    table.add_row("speed", f"{estimate.tokens_per_second:,.0f} tokens/s, padding included")
+    table.add_row("time of all steps", f"{timedelta(seconds=round(estimate.seconds))}, evaluations not counted")
+    return table

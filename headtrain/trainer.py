@@ -47,6 +47,11 @@ MicroBatches = list[list[int]]  # one optimizer step of one rank: row numbers of
 
 def train(recipe: Recipe) -> Path:
     """Train the recipe's head; returns the folder of the finished head. A run that was cut off goes on where it was."""
+    return prepare(recipe).train()
+
+
+def prepare(recipe: Recipe, dataset: Dataset | None = None) -> "Trainer":
+    """The run behind its last checkpoint; its output folder is made. `dataset`: the recipe's, where it is at hand."""
     run = Path(recipe.output)
     accelerator = make_accelerator(recipe, run)
     spec = recipe.target
@@ -57,11 +62,11 @@ def train(recipe: Recipe) -> Path:
         )
     options = (spec.revision, spec.trust_remote_code, accelerator.device, spec.device_map)
     target = Target.load(spec.model, spec.dtype, *options)
-    dataset = build_dataset(recipe.data, target.tokenizer, progress=accelerator.is_main_process)
+    dataset = dataset or build_dataset(recipe.data, target.tokenizer, progress=accelerator.is_main_process)
     torch.manual_seed(recipe.train.seed)
     head = build_head(recipe, target, dataset).to(accelerator.device)
     target.template_kwargs = dict(recipe.data.template_kwargs)
-    return Trainer(recipe, run, accelerator, target, dataset, head).train()
+    return Trainer(recipe, run, accelerator, target, dataset, head)
 
 
 def build_head(recipe: Recipe, target: Target, dataset: Dataset) -> Head:
@@ -142,7 +147,7 @@ class Trainer:
         config = self.recipe.train
         self.model.train()
         stopped = self.best.exhausted(self.recipe.eval.patience)  # this run ended early before, and is only published
-        steps = islice(self._steps(), self.first_step, self.first_step if stopped else self.num_steps)
+        steps = islice(self.steps(), self.first_step, self.first_step if stopped else self.num_steps)
         window = self.window
         with Progress(self.accelerator.is_main_process, self.num_steps, self.first_step) as progress:
             for step, micro_batches in enumerate(steps, start=self.first_step + 1):
@@ -215,7 +220,8 @@ class Trainer:
         rows = batches(self.dataset, config.batch_tokens, config.seed, epoch, rank, world, share, self.recipe.data.pack)
         return [rows[i : i + share] for i in range(0, len(rows), share)]
 
-    def _steps(self) -> Iterator[MicroBatches]:
+    def steps(self) -> Iterator[MicroBatches]:
+        """This rank's micro-batches of every step, without an end."""
         epoch = 0
         while True:
             yield from self._epoch(epoch)

@@ -23,10 +23,12 @@ def head_folder(target_folder, chats, tmp_path_factory):
     return train(make_recipe(target_folder, chats, tmp_path_factory.mktemp("run") / "run", steps=4, save_every=4))
 
 
-def test_inspect(capsys, monkeypatch, tmp_path, target_folder, chats):
+def test_inspect(capsys, monkeypatch, tmp_path, target_folder, chats, fresh_accelerator):
     recipe = write_recipe(tmp_path / "r.yaml", target_folder, chats, tmp_path / "out")
     code, out, _ = run(capsys, monkeypatch, "inspect", str(recipe))
-    assert code == 0 and "kept" in out
+    assert code == 0 and "kept" in out and "memory in all" in out and "time of all steps" in out
+    code, out, _ = run(capsys, monkeypatch, "inspect", str(recipe), "--steps", "0")
+    assert code == 0 and "kept" in out and "memory" not in out
 
 
 def test_cache_then_train(capsys, monkeypatch, tmp_path, target_folder, chats):
