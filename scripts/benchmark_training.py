@@ -1,27 +1,30 @@
 """Tokens per second and peak memory of the EAGLE-3 training step, against the loop as the paper writes it.
 
-    python scripts/benchmark_training.py [--target FOLDER] [--context 1024] [--out FOLDER]
+    python scripts/benchmark_training.py [--target FOLDER] [--context 1024] [--scaling] [--out FOLDER]
 
 The loop of the paper keeps the logits of every draft step over the whole vocabulary and attends densely. Both take the
 same batch and must agree on the loss. Ours takes the precision that training would choose on this machine, the loop is
 run in both. They are timed in turn in one process; peak memory is that of a process each.
+`--scaling` shows our step alone: memory against tokens for a small and a great vocabulary, time a token against context.
 """
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import headtrain.recurrent
 from headtrain.checkpoint import write_text
+from headtrain.estimate import PeakMemory
 from headtrain.evaluate import device_name
 from headtrain.heads.base import Batch, load_family
 from headtrain.processes import choose_precision
@@ -29,6 +32,7 @@ from headtrain.target import Target
 from headtrain.ttt_attention import ttt_attention_reference
 
 STEPS = 4
+SHORT, LONG = 512, 2048  # contexts that are compared
 
 
 def naive_loss(head, batch: Batch, target: Target) -> Tensor:
@@ -68,7 +72,7 @@ def step(name: str, head, batch: Batch, target: Target) -> float:
 
 
 def prepare(args: argparse.Namespace):
-    target = Target.load(args.target, "bfloat16")
+    target = random_target(args.random) if args.random else Target.load(args.target, "bfloat16")
     family = load_family("eagle3")
     config = family.Config(vocabulary=args.vocabulary, steps=STEPS)
     vocabulary = None if args.vocabulary is None else torch.arange(args.vocabulary)
@@ -84,19 +88,63 @@ def prepare(args: argparse.Namespace):
     return head, batch, target
 
 
-def peak_bytes(args: argparse.Namespace, name: str) -> int:
+def random_target(vocab_size: int) -> Target:
+    """Of SmolLM2's width, with a vocabulary of that size and three layers: the step never runs them."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=3,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    )
+    return Target(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+
+
+def peak_bytes(args: argparse.Namespace, name: str, **changes: int) -> int:
     """Memory that a step needs beyond model and batch, in a process of its own."""
-    command = [sys.executable, __file__, "--child", name, "--target", args.target, "--rows", str(args.rows)]
-    command += ["--context", str(args.context)]
-    command += [] if args.vocabulary is None else ["--vocabulary", str(args.vocabulary)]
+    values = {key: getattr(args, key) for key in ("target", "rows", "context", "vocabulary", "random")} | changes
+    options = [f"--{key}={value}" for key, value in values.items() if value is not None]
+    command = [sys.executable, __file__, "--child", name, *options]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
 def measure_child(args: argparse.Namespace) -> None:
     head, batch, target = prepare(args)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    step(args.child, head, batch, target)
-    print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+    with PeakMemory(target.device) as memory:
+        step(args.child, head, batch, target)
+    print(memory.bytes)
+
+
+def measure_scaling(args: argparse.Namespace) -> dict[str, Any]:
+    """Peak bytes by vocabulary and tokens, and seconds a token by context, of as many tokens each."""
+    peaks = {
+        vocab_size: {
+            rows * SHORT: peak_bytes(args, "ours", random=vocab_size, rows=rows, context=SHORT) for rows in (1, 2, 4, 8)
+        }
+        for vocab_size in (8192, 262_144)
+    }
+    for vocab_size, by_tokens in peaks.items():
+        few, many = min(by_tokens), max(by_tokens)
+        slope = (by_tokens[many] - by_tokens[few]) / (many - few)
+        shown = ", ".join(f"{tokens}: {peak / 1e6:.0f} MB" for tokens, peak in by_tokens.items())
+        print(
+            f"vocabulary {vocab_size}: {shown}; {slope / 1e3:.0f} kB a token (logits alone: {vocab_size * 4 / 1e3:.0f})"
+        )
+    parts = {}
+    for context in (SHORT, LONG):
+        args.context, args.rows = context, LONG // context
+        parts[context] = prepare(args)
+    seconds: dict[int, list[float]] = {context: [] for context in parts}
+    for _ in range(args.repeats + 1):
+        for context, (head, batch, target) in parts.items():
+            start = time.perf_counter()
+            step("ours", head, batch, target)
+            seconds[context].append((time.perf_counter() - start) / LONG)
+    best = {context: min(times) for context, times in seconds.items()}
+    print(f"a token at context {LONG} takes {best[LONG] / best[SHORT]:.2f} times the time of one at {SHORT}")
+    return {"peak_bytes": peaks, "seconds_per_token": best}
 
 
 def main() -> None:
@@ -106,11 +154,16 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--vocabulary", type=int, help="draft vocabulary; default: the target's whole")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--scaling", action="store_true")
+    parser.add_argument("--random", type=int, metavar="V", help="a random target with V tokens instead of --target")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", choices=LOSSES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         measure_child(args)
+        return
+    if args.scaling:
+        save(args, measure_scaling(args), "benchmark_scaling.json")
         return
     memory = {name: peak_bytes(args, name) for name in LOSSES}
     head, batch, target = prepare(args)
@@ -130,11 +183,15 @@ def main() -> None:
             f"{name:10} {row['tokens_per_second']:8.0f} tokens/s {row['peak_bytes'] / 1e6:8.0f} MB;"
             f" ours: {speed:.2f} times the speed, {memory['ours'] / memory[name]:.2f} of the memory"
         )
+    save(args, rows, "benchmark_training.json")
+
+
+def save(args: argparse.Namespace, figures: dict[str, Any], name: str) -> None:
     if args.out:
-        settings = {"context": args.context, "rows": args.rows, "steps": STEPS, "vocabulary": args.vocabulary}
-        settings["precision"] = LOSSES["ours"][1]
-        report = {"device": device_name(target.device), "date": time.strftime("%Y-%m-%d"), "settings": settings, **rows}
-        write_text(args.out / "benchmark_training.json", json.dumps(report, indent=2) + "\n")
+        settings = {key: getattr(args, key) for key in ("context", "rows", "vocabulary", "random")}
+        settings |= {"steps": STEPS, "precision": LOSSES["ours"][1]}
+        report = {"device": device_name(torch.device("cpu")), "date": time.strftime("%Y-%m-%d"), "settings": settings}
+        write_text(args.out / name, json.dumps(report | figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":
