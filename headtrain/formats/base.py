@@ -14,7 +14,18 @@ from decode.errors import UserError
 from headtrain.target import Target
 
 # More specific layouts first: the first that recognises a checkpoint names it.
-NAMES = ("speculators", "modelopt", "sglang", "specforge", "eagle3", "eagle1", "vllm-medusa", "medusa", "hydra")
+NAMES = (
+    "speculators",
+    "modelopt",
+    "sglang",
+    "specforge",
+    "eagle3",
+    "eagle1",
+    "vllm-medusa",
+    "medusa",
+    "hydra",
+    "dflash",
+)
 
 
 @dataclass

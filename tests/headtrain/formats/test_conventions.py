@@ -548,3 +548,42 @@ def test_own_lm_head_starts_as_the_targets(target, family):
     matrices = [x for x in own.parameters() if x.shape[0] == target.vocab_size]
     assert len(matrices) == (2 if family == "medusa" else 4)  # with biases
     assert all(x.grad is not None and x.grad.abs().sum() > 0 for x in matrices)
+
+
+def test_dflash_counts_outputs_of_layers(tmp_path, folder, exported):
+    out = exported("dflash", "dflash", layers=[1, 6], decoder_layers=1, block=5)
+    config = read(out)
+    assert config["dflash_config"]["target_layer_ids"] == [0, 5] and config["block_size"] == 5
+    assert config["model_type"] == "qwen3" and config["num_target_layers"] == LAYERS
+    change(out, num_hidden_layers=9)
+    _, warnings = import_head(out, tmp_path / "back", str(folder))
+    assert warnings == ["config.json says 9 layers, its tensors are of 1"]
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["layers"] == [1, 6]
+
+
+@pytest.mark.parametrize(
+    ("keys", "parts"),
+    [
+        ({"layer_types": ["sliding_attention"]}, ["sliding_attention"]),
+        ({"dflash_config": None}, ["target_layer_ids"]),
+        ({"dflash_config": {"target_layer_ids": [0, 5]}}, ["mask_token_id"]),
+        ({"dflash_config": {"target_layer_ids": [0, 5, 6], "mask_token_id": 1}}, ["fuses 2 features"]),
+        ({"block_size": None}, ["block_size"]),
+        ({"num_target_layers": 9}, ["num_target_layers is 9"]),
+        ({"rope_theta": 5e6, "rope_parameters": None}, ["rope"]),
+    ],
+)
+def test_a_dflash_config_that_no_head_here_is(tmp_path, folder, exported, keys, parts):
+    out = exported("dflash", "dflash", layers=[1, 6], decoder_layers=1)
+    change(out, **keys)
+    with pytest.raises(UserError) as error:
+        import_head(out, tmp_path / "back", str(folder))
+    assert all(part in str(error.value) for part in [*parts, str(out)]) and not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"), [({"vocabulary": 30}, "draft vocabulary"), ({"layers": [3, 8]}, "boundary 8")]
+)
+def test_what_dflash_cannot_express(exported, settings, reason):
+    with pytest.raises(UserError, match=reason):
+        exported("dflash", "dflash", decoder_layers=1, **settings)

@@ -58,6 +58,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("hydra", "hydra", {"heads": 3, "layers": 2, "prefix_norm": True}),
     ("hydra", "hydra", {"heads": 2, "layers": 2, "prefix": False, "own_lm_head": True}),
     ("hydra", "hydra", {"heads": 2, "layers": 1, "prefix_norm": True, "own_lm_head": True}),
+    ("dflash", "dflash", {"block": 4, "decoder_layers": 2}),
+    ("dflash", "dflash", {"layers": [1, 6], "block": 5, "decoder_layers": 1, "mask_token": 7}),
 ]
 IDS = ["-".join([name, *(k if isinstance(v, dict) else f"{k}={v}" for k, v in s.items())]) for name, _, s in CASES]
 GIVEN = {"sglang": "sglang"}  # norm_output does not say whose it is; see test_norm_output_means_two_things
@@ -142,6 +144,14 @@ def published(layout: str, vocab: int) -> dict[str, list[int]]:
             **{f"lm_heads.{h}.weight": [30, H] for h in range(2)},
             "token_map": [30],
         },
+        "dflash": {
+            "fc.weight": [H, 5 * H],
+            "hidden_norm.weight": [H],
+            "norm.weight": [H],
+            **{name: shape for i in range(2) for name, shape in layer(f"layers.{i}", H).items()},
+            **{f"layers.{i}.input_layernorm.weight": [H] for i in range(2)},
+            **{f"layers.{i}.self_attn.{kind}_norm.weight": [Q // 4] for i in range(2) for kind in "qk"},
+        },
         "hydra": {
             **layer("prefix_embeding_layer.layers.0", H),
             "prefix_embeding_layer.layers.0.input_layernorm.weight": [H],
@@ -168,6 +178,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "medusa": {"heads": 2, "own_lm_head": True},
     "vllm-medusa": {"heads": 2, "layers": 2, "vocabulary": 30, "own_lm_head": True},
     "hydra": {"heads": 2, "layers": 2, "prefix_norm": True, "own_lm_head": True},
+    "dflash": {"decoder_layers": 2},
 }
 
 
@@ -190,6 +201,7 @@ VICTIMS: dict[str, tuple[str, str]] = {  # one tensor to lose and one to bend
     "medusa": ("0.0.linear.bias", "1.0.linear.weight"),
     "vllm-medusa": ("blocks.0.layers.0.bias", "blocks.1.layers.1.weight"),
     "hydra": ("hydra_mlp.0.1.linear.bias", "hydra_mlp.1.3.linear.weight"),
+    "dflash": ("hidden_norm.weight", "layers.1.mlp.up_proj.weight"),
 }
 
 
