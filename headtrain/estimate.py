@@ -28,6 +28,8 @@ class Estimate:
     device: str
     measured: int
     """Steps that were timed."""
+    steps: int
+    """Of the whole run."""
     target_parameters: int
     trained_parameters: int
     weights: int
@@ -71,6 +73,7 @@ def measure_run(recipe: Recipe, dataset: Dataset, steps: int) -> Estimate:
     return Estimate(
         device=str(target.device),
         measured=len(taken),
+        steps=len(plan),
         target_parameters=sum(p.numel() for p in target.model.parameters()),
         trained_parameters=sum(p.numel() for p in trained),
         weights=_bytes(set(target.model.parameters()) | set(head.parameters())),

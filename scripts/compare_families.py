@@ -1,0 +1,124 @@
+"""Every family of draft heads on equal data and in equal training time: acceptance length in its own tuned trees.
+
+    python scripts/compare_families.py --target TARGET --data FILE --prompts FILE [--prompts FILE ...] --out FOLDER
+
+Each recipe `recipes/smollm2-135m-FAMILY.yaml` trains on the same conversations for the same number of seconds, which the
+speed of its first steps turns into a number of steps; then trees are tuned and prompt sets decoded at temperatures 0
+and 1. What is done is kept in the folder, so a comparison that was stopped goes on. Prints a table and writes
+`compare_families.json`.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decode.engine import Engine
+from decode.metrics import acceptance_length
+from decode.settings import Settings
+from headtrain.checkpoint import write_text
+from headtrain.conversations import load_prompts
+from headtrain.data import build_dataset
+from headtrain.estimate import measure_run
+from headtrain.evaluate import device_name, load_plan, open_head
+from headtrain.inspect import load_tokenizer
+from headtrain.recipe import load_recipe
+from headtrain.tune import save_plan, tune
+
+ROOT = Path(__file__).parents[1]
+PREFIX = "smollm2-135m-"
+TEMPERATURES = (0.0, 1.0)
+TIMED = 6  # steps that tell how many fit
+
+
+def train(args: argparse.Namespace, name: str, folder: Path) -> dict[str, Any]:
+    """Trains a recipe for about `args.seconds`; returns what it took."""
+    path = ROOT / "recipes" / f"{PREFIX}{name}.yaml"
+    words = [f"target.model={args.target}", f"data.train={args.data}", f"data.limit={args.conversations}"]
+    words += ["eval.prompts=null", "eval.every=null", f"output={folder}"]
+    recipe = load_recipe(path, words)
+    dataset = build_dataset(recipe.data, load_tokenizer(recipe.target), progress=False)
+    estimate = measure_run(recipe, dataset, TIMED)
+    steps = max(1, round(args.seconds * estimate.steps / estimate.seconds))
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", str(ROOT / "train.py"), str(path), *words]
+    start = time.perf_counter()
+    subprocess.run([*launch, "train.epochs=null", f"train.steps={steps}"], check=True)
+    return {
+        "tokens": len(dataset.ids),
+        "epochs": steps / estimate.steps * (recipe.train.epochs or 1),
+        "steps": steps,
+        "seconds": time.perf_counter() - start,
+        "parameters": estimate.trained_parameters,
+    }
+
+
+def decode(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Tunes the head's trees; returns acceptance lengths by temperature, of each prompt set and of all prompts."""
+    head, target = open_head(folder, args.target, "bfloat16")
+    sets = {Path(name).stem: [target.prompt_ids(m) for m in load_prompts(name, args.limit)] for name in args.prompts}
+    figures: dict[str, Any] = {}
+    for temperature in TEMPERATURES:
+        save_plan(folder, tune(head, target, temperature))
+        plan, settings = load_plan(folder, head, Settings(args.max_new_tokens, temperature, ignore_eos=True))
+        engine = Engine(target.model, head, plan, target.tokenizer)
+        outputs = {name: [engine.generate([ids], settings)[0] for ids in rows] for name, rows in sets.items()}
+        figures[f"T={temperature:g}"] = {
+            "plan": plan.to_dict(),
+            "sets": {name: acceptance_length(group) for name, group in outputs.items()},
+            "acceptance_length": acceptance_length([output for group in outputs.values() for output in group]),
+        }
+    return figures
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    sets = list(next(iter(rows.values()))["T=0"]["sets"])
+    head = ["family", "parameters", "epochs", *(f"{name}, T={t:g}" for t in TEMPERATURES for name in [*sets, "all"])]
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    for name, row in rows.items():
+        cells = [name, f"{row['parameters'] / 1e6:.1f} M", f"{row['epochs']:.1f}"]
+        for t in TEMPERATURES:
+            found = row[f"T={t:g}"]
+            cells += [f"{length:.2f}" for length in (*found["sets"].values(), found["acceptance_length"])]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--data", required=True, help="JSONL of conversations")
+    parser.add_argument("--conversations", type=int, default=720, help="drawn from it")
+    parser.add_argument("--seconds", type=float, default=120, help="of training, each family")
+    parser.add_argument("--prompts", action="append", required=True)
+    parser.add_argument("--limit", type=int, default=5)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--families", nargs="+", help="recipes without their prefix; default: all")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    all_of_them = sorted(path.stem.removeprefix(PREFIX) for path in (ROOT / "recipes").glob(f"{PREFIX}*.yaml"))
+    rows: dict[str, dict[str, Any]] = {}
+    for name in args.families or all_of_them:
+        done = args.out / name / "row.json"
+        if not done.exists():
+            row = train(args, name, args.out / name)
+            write_text(done, json.dumps(row | decode(args, args.out / name / "head"), indent=2) + "\n")
+        rows[name] = json.loads(done.read_text())
+        print(table(rows), flush=True)
+    settings = {key: getattr(args, key) for key in ("conversations", "seconds", "prompts", "limit", "max_new_tokens")}
+    report = {
+        "device": device_name(torch.device("cpu")),
+        "date": time.strftime("%Y-%m-%d"),
+        "settings": settings,
+        "rows": rows,
+    }
+    write_text(args.out / "compare_families.json", json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
