@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Environment, a real target, decoding with the shipped head, and a small head trained from nothing.
 set -euo pipefail
-source "$(dirname "$0")/setup.sh"
+source "$(dirname "$0")/setup.sh" demo
 out=runs/quickstart
 target=$(python scripts/get_target.py | tail -n 1) # libraries print warnings before it
 mkdir -p "$out"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Environment, style, types, tests. Arguments go to pytest, e.g. `bash scripts/test.sh -m slow`.
 set -euo pipefail
-source "$(dirname "$0")/setup.sh"
+source "$(dirname "$0")/setup.sh" test
 ruff check .
 ruff format --check .
 mypy
