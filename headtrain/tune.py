@@ -3,7 +3,8 @@
 Two kinds of tree are predicted. *Dynamic*: a wide and deep tree is decoded once; because reranking keeps the
 best-scored nodes, a smaller tree is a subset of it, so one run tells what every smaller size and depth would have
 accepted. *Static*: the rank of each right token along the replies gives the best tree of every size. The few that
-promise most are then decoded for real, and the fastest wins.
+promise most are then decoded for real, and the fastest wins. Speeds that a noisy clock cannot tell apart count as equal;
+the tree that accepts most is then the better one, because it leans least on the forward being cheap.
 """
 
 import json
@@ -37,7 +38,7 @@ RANKS = 16
 DRAFT_RATIOS = (0.7, 1.0, 1.4)  # draft temperature by the target's
 REPEATS = 9
 NEW_TOKENS = 64
-FINALISTS = 2  # of each kind
+EQUAL = 0.03  # difference of two speeds that is noise
 PROMPTS = (
     "Explain how a bicycle stays upright.",
     "Write a Python function that counts the vowels in a string.",
@@ -109,10 +110,10 @@ def tune(
     static = static_candidates(head, target, ids, settings, depth, costs)
     note("measuring acceptance in wide trees")
     dynamic = dynamic_candidates(head, target, ids, settings, depth, costs)
-    finalists = [c for kind in (static, dynamic) for c in sorted(kind, key=lambda c: -c.speed)[:FINALISTS]]
+    finalists = [c for kind in (static, dynamic) for c in promising(kind)]
     note(f"decoding with the {len(finalists)} most promising trees")
     measured = race(head, target, ids, settings, finalists)
-    best = max(range(len(finalists)), key=lambda i: measured[i]["tokens_per_second"])
+    best = choose([m["tokens_per_second"] for m in measured], [m["acceptance_length"] for m in measured])
     chosen = finalists[best]
     return {
         "plan": chosen.plan.to_dict(),
@@ -128,6 +129,19 @@ def tune(
             "extend": {str(w): 1e3 * t for w, t in costs.extend.items()},
         },
     }
+
+
+def choose(speeds: Sequence[float], lengths: Sequence[float]) -> int:
+    """Index of the greatest acceptance length among those whose speed is that of the fastest but for noise."""
+    fast = [i for i, speed in enumerate(speeds) if speed >= (1 - EQUAL) * max(speeds)]
+    return max(fast, key=lambda i: lengths[i])
+
+
+def promising(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The fastest, and the one that accepts most at the same speed but for noise."""
+    speeds, lengths = [c.speed for c in candidates], [c.acceptance_length for c in candidates]
+    both = dict.fromkeys((speeds.index(max(speeds)), choose(speeds, lengths)))
+    return [candidates[i] for i in both]
 
 
 def dynamic_candidates(
