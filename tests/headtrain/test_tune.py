@@ -10,7 +10,7 @@ from decode.tree import Dynamic, Static, from_dict
 from headtrain import tune as module
 from headtrain.evaluate import load_plan, open_head
 from headtrain.trainer import train
-from headtrain.tune import Costs, Recorder, accepted_length, save_plan, tune
+from headtrain.tune import Candidate, Costs, Recorder, accepted_length, choose, promising, save_plan, tune
 from tests.folders import make_recipe
 
 
@@ -101,3 +101,14 @@ def test_predicted_ranks_hold_in_real_decoding(head_folder):
         engine = Engine(target.model, head, Static([(0,), (1,), (2,)]), target.tokenizer)
         hits += engine.generate([ids + reply[: at - 1]], Settings(max_new_tokens=3, ignore_eos=True))[0].accepted[0] > 0
     assert hits / (len(reply) - 1) == pytest.approx(sum(acceptance[0][:3]))
+
+
+def test_equal_speeds_are_decided_by_acceptance():
+    def candidate(seconds, length):
+        return Candidate(Dynamic(1, 1, 2), 1.0, length, seconds)
+
+    assert choose([100.0, 98.0, 90.0], [2.0, 2.1, 3.0]) == 1
+    assert choose([100.0, 90.0], [2.0, 3.0]) == 0
+    fastest, near, slow = candidate(1.0, 2.0), candidate(1.07, 2.1), candidate(2.0, 3.0)
+    assert promising([slow, near, fastest]) == [fastest, near]
+    assert promising([slow, fastest]) == [fastest]
