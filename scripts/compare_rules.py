@@ -2,8 +2,9 @@
 
     python scripts/compare_rules.py HEAD --target TARGET --prompts FILE [--prompts FILE ...] --out FOLDER
 
-Trees: a chain, and static trees of width 2 and 4, all with the same number of nodes. Prints a table, writes
-`compare_rules.json` and `compare_rules.png`.
+Trees: a chain, and static trees of width 2 and 4, all with the same number of nodes. Then, under shared noise, dynamic
+trees of that many nodes whose nodes are ordered by log q, by log q + g or by a mix. Prints a table, writes
+`compare_rules.json`, `compare_rules.md` and `compare_rules.png`.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from rich.table import Table
 from decode.engine import Engine, Output
 from decode.metrics import acceptance_length
 from decode.settings import Settings
-from decode.tree import Chain, Plan, Static
+from decode.tree import Chain, Dynamic, Plan, Static
 from headtrain.checkpoint import write_text
 from headtrain.conversations import load_prompts
 from headtrain.evaluate import device_name, open_head
@@ -30,6 +31,12 @@ SHAPES: dict[str, Plan] = {
     "chain": Chain(NODES),
     "width 2": Static([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)]),
     "width 4": Static([(0,), (1,), (2,), (3,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
+}
+DYNAMIC: dict[str, Plan] = {  # the score that orders the nodes
+    "log q": Dynamic(4, 4, NODES + 1),
+    "log q + g / 2": Dynamic(4, 4, NODES + 1, noise_weight=0.5),
+    "log q + g": Dynamic(4, 4, NODES + 1, noise_weight=1.0),
+    "2 log q": Dynamic(4, 4, NODES + 1, sharpness=2.0),
 }
 RULES = ("gumbel", "rejection", "specinfer", "block", "deterministic")
 TEMPERATURES = (0.3, 0.7, 1.0)
@@ -44,8 +51,8 @@ def compare(head: Head, target: Target, args: argparse.Namespace) -> list[dict[s
     sets = {Path(name).stem: [target.prompt_ids(m) for m in load_prompts(name, args.limit)] for name in args.prompts}
     rows = []
     for temperature in TEMPERATURES:
-        for shape, plan in SHAPES.items():
-            rules = [rule for rule in RULES if rule != "block" or shape == "chain"]
+        for shape, plan in (SHAPES | DYNAMIC).items():
+            rules = ["gumbel"] if shape in DYNAMIC else [r for r in RULES if r != "block" or shape == "chain"]
             engine = Engine(target.model, head, plan, target.tokenizer)
             outputs: dict[tuple[str, str], list[Output]] = {}
             for name, prompts in track(sets.items(), f"T={temperature} {shape}", transient=True):
@@ -76,6 +83,27 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         figures = f"{row['acceptance_length']:.3f}", f"{row['tokens_per_second']:.1f}"
         table.add_row(str(row["temperature"]), row["shape"], row["rule"], *figures)
     Console().print(table)
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """Acceptance lengths by shape, rule and temperature; then of every set for trees at the last temperature."""
+    figures = {(row["shape"], row["rule"], row["temperature"]): row for row in rows}
+    lines = ["| tree | rule |" + "".join(f" T={t:g} |" for t in TEMPERATURES) + " tokens/s |"]
+    lines += ["|---|---|" + "---:|" * (len(TEMPERATURES) + 1)]
+    for shape, rule in dict.fromkeys((shape, rule) for shape, rule, _ in figures):
+        of = [figures[shape, rule, t] for t in TEMPERATURES]
+        speed = sum(row["tokens_per_second"] for row in of) / len(of)
+        lines.append(
+            f"| {shape} | {rule} |" + "".join(f" {row['acceptance_length']:.2f} |" for row in of) + f" {speed:.1f} |"
+        )
+    last, sets = TEMPERATURES[-1], list(rows[0]["sets"])
+    lines += ["", f"| T={last:g}: tree | rule |" + "".join(f" {name} |" for name in sets)]
+    lines += ["|---|---|" + "---:|" * len(sets)]
+    for row in rows:
+        if row["temperature"] == last and row["shape"] != "chain" and row["shape"] in SHAPES:
+            cells = "".join(f" {row['sets'][name]:.2f} |" for name in sets)
+            lines.append(f"| {row['shape']} | {row['rule']} |{cells}")
+    return "\n".join(lines) + "\n"
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -115,6 +143,7 @@ def main() -> None:
     print_table(rows)
     report = {"head": str(args.head), "device": device_name(target.device), "nodes": NODES, "rows": rows}
     write_text(args.out / "compare_rules.json", json.dumps(report, indent=2) + "\n")
+    write_text(args.out / "compare_rules.md", markdown(rows))
     plot(rows, args.out / "compare_rules.png")
 
 
