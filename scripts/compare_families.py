@@ -1,4 +1,5 @@
-"""Every family of draft heads on equal data and in equal training time: acceptance length in its own tuned trees.
+"""Every family of draft heads on equal data and in equal training time: acceptance length in its own tuned trees,
+speed over plain decoding, parity.
 
     python scripts/compare_families.py --target TARGET --data FILE --prompts FILE [--prompts FILE ...] --out FOLDER
 
@@ -13,19 +14,17 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from decode.engine import Engine
-from decode.metrics import acceptance_length
 from decode.settings import Settings
 from headtrain.checkpoint import write_text
-from headtrain.conversations import load_prompts
 from headtrain.data import build_dataset
 from headtrain.estimate import measure_run
-from headtrain.evaluate import device_name, load_plan, open_head
+from headtrain.evaluate import device_name, evaluate, load_plan, open_head
 from headtrain.inspect import load_tokenizer
 from headtrain.recipe import load_recipe
 from headtrain.tune import save_plan, tune
@@ -59,32 +58,34 @@ def train(args: argparse.Namespace, name: str, folder: Path) -> dict[str, Any]:
 
 
 def decode(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Tunes the head's trees; returns acceptance lengths by temperature, of each prompt set and of all prompts."""
+    """Tunes the head's trees; returns the report of each temperature."""
     head, target = open_head(folder, args.target, "bfloat16")
-    sets = {Path(name).stem: [target.prompt_ids(m) for m in load_prompts(name, args.limit)] for name in args.prompts}
-    figures: dict[str, Any] = {}
+    reports: dict[str, Any] = {}
     for temperature in TEMPERATURES:
         save_plan(folder, tune(head, target, temperature))
-        plan, settings = load_plan(folder, head, Settings(args.max_new_tokens, temperature, ignore_eos=True))
-        engine = Engine(target.model, head, plan, target.tokenizer)
-        outputs = {name: [engine.generate([ids], settings)[0] for ids in rows] for name, rows in sets.items()}
-        figures[f"T={temperature:g}"] = {
-            "plan": plan.to_dict(),
-            "sets": {name: acceptance_length(group) for name, group in outputs.items()},
-            "acceptance_length": acceptance_length([output for group in outputs.values() for output in group]),
-        }
-    return figures
+        plan, settings = load_plan(folder, head, Settings(args.max_new_tokens, temperature))
+        reports[f"T={temperature:g}"] = evaluate(folder, head, target, args.prompts, args.limit, settings, plan)
+    return reports
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    sets = list(next(iter(rows.values()))["T=0"]["sets"])
-    head = ["family", "parameters", "epochs", *(f"{name}, T={t:g}" for t in TEMPERATURES for name in [*sets, "all"])]
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    columns = ["family", "trained", "epochs"]
+    for t in TEMPERATURES:
+        columns += [f"T={t:g}: {s['name']}" for s in next(iter(rows.values()))[f"T={t:g}"]["sets"]] + [
+            "mean",
+            "x plain",
+        ]
+    lines = ["| " + " | ".join([*columns, "parity"]) + " |", "|---|" + "---:|" * len(columns)]
     for name, row in rows.items():
         cells = [name, f"{row['parameters'] / 1e6:.1f} M", f"{row['epochs']:.1f}"]
+        parity = Counter()
         for t in TEMPERATURES:
-            found = row[f"T={t:g}"]
-            cells += [f"{length:.2f}" for length in (*found["sets"].values(), found["acceptance_length"])]
+            report = row[f"T={t:g}"]
+            cells += [f"{s['acceptance_length']:.2f}" for s in (*report["sets"], report["mean"])]
+            cells.append(f"{report['mean']['speedup']['engine']:.2f}")
+            for s in report["sets"]:
+                parity.update(s["parity"])
+        cells.append(f"{parity['identical']} same, {parity['near_ties']} near ties, {parity['mismatches']} wrong")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -96,7 +97,7 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=720, help="drawn from it")
     parser.add_argument("--seconds", type=float, default=120, help="of training, each family")
     parser.add_argument("--prompts", action="append", required=True)
-    parser.add_argument("--limit", type=int, default=5)
+    parser.add_argument("--limit", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--families", nargs="+", help="recipes without their prefix; default: all")
     parser.add_argument("--out", type=Path, required=True)
