@@ -106,6 +106,9 @@ def run_points(job: Job, note: Note = lambda text: None) -> list[dict[str, Any]]
         prompts = sets
         if point.context is not None:
             prompts = {name: fill_context(target, rows, point.context) for name, rows in sets.items()}
+            left_out = sum(len(rows) - len(prompts[name]) for name, rows in sets.items())
+            if left_out:
+                note(f"context {point.context}: {left_out} longer prompts are left out")
         used = draft if plan is not None else None
         return evaluate(Path(point.head), used, target, prompts, job.limit, settings, plan, point.batch)
 

@@ -26,7 +26,19 @@ def local_head(name: str) -> Path:
     return hub.local_head(name)
 
 
+def own_head(name: str) -> Path:
+    """The folder of a head that the command writes into, so a copy of the Hub's in its cache will not do."""
+    from headtrain.target import HUB_NAME
+
+    repo, _, revision = name.partition("@")
+    if not Path(name).exists() and HUB_NAME.fullmatch(repo):
+        download = f"hf download {repo}{revision and ' --revision ' + revision} --local-dir FOLDER"
+        raise UserError(f"{name}: is no folder, and the tree is saved with the head; for one on the Hub: {download}")
+    return Path(name)
+
+
 HeadFolder = Annotated[Path, typer.Argument(parser=local_head, help="folder of a trained head, or org/name@revision")]
+OwnHead = Annotated[Path, typer.Argument(parser=own_head, help="folder of a trained head")]
 DraftName = Annotated[
     Path,
     typer.Argument(parser=local_head, help="head (folder or org/name@revision), folder of a smaller model, or `ngram`"),
@@ -255,7 +267,7 @@ def report_table(report: dict[str, Any], predicted: Sequence[dict[str, Any]] = (
 
 @app.command()
 def tune(
-    head: HeadFolder,
+    head: OwnHead,
     temperature: Annotated[float, typer.Option(help="temperature to tune for")] = 0.0,
     target: TargetOption = None,
     dtype: DtypeOption = "bfloat16",

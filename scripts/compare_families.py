@@ -4,9 +4,9 @@ speed over plain decoding, parity.
     python scripts/compare_families.py --target TARGET --data FILE --prompts FILE [--prompts FILE ...] --out FOLDER
 
 Each recipe `recipes/smollm2-135m-FAMILY.yaml` trains on the same conversations for the same number of seconds, which the
-speed of its first steps turns into a number of steps; then trees are tuned and prompt sets decoded at temperatures 0
-and 1. What is done is kept in the folder, so a comparison that was stopped goes on. Prints a table and writes
-`compare_families.json`.
+speed of its first steps turns into a number of steps; when all are trained, trees are tuned and prompt sets decoded at
+temperatures 0 and 1. What is done is kept in the folder, so a comparison that was stopped goes on. Prints a table and writes
+`compare_families.json`. A family may carry overrides of its recipe: `--families eagle3 eagle3,head.preset=speculators`.
 """
 
 import argparse
@@ -15,6 +15,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from headtrain.estimate import measure_run
 from headtrain.evaluate import device_name, evaluate, load_plan, open_head
 from headtrain.inspect import load_tokenizer
 from headtrain.recipe import load_recipe
-from headtrain.tune import save_plan, tune
+from headtrain.tune import PROMPTS, save_plan, tune
 
 ROOT = Path(__file__).parents[1]
 PREFIX = "smollm2-135m-"
@@ -37,8 +39,9 @@ TIMED = 6  # steps that tell how many fit
 
 def train(args: argparse.Namespace, name: str, folder: Path) -> dict[str, Any]:
     """Trains a recipe for about `args.seconds`; returns what it took."""
-    path = ROOT / "recipes" / f"{PREFIX}{name}.yaml"
-    words = [f"target.model={args.target}", f"data.train={args.data}", f"data.limit={args.conversations}"]
+    family, *changes = name.split(",")
+    path = ROOT / "recipes" / f"{PREFIX}{family}.yaml"
+    words = [*changes, f"target.model={args.target}", f"data.train={args.data}", f"data.limit={args.conversations}"]
     words += ["eval.prompts=null", "eval.every=null", f"output={folder}"]
     recipe = load_recipe(path, words)
     dataset = build_dataset(recipe.data, load_tokenizer(recipe.target), progress=False)
@@ -62,10 +65,17 @@ def decode(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     head, target = open_head(folder, args.target, "bfloat16")
     reports: dict[str, Any] = {}
     for temperature in TEMPERATURES:
-        save_plan(folder, tune(head, target, temperature))
+        save_plan(folder, tune(head, target, temperature, PROMPTS[::2]))
         plan, settings = load_plan(folder, head, Settings(args.max_new_tokens, temperature))
         reports[f"T={temperature:g}"] = evaluate(folder, head, target, args.prompts, args.limit, settings, plan)
     return reports
+
+
+def once(path: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What the file holds; if there is none, it is measured and kept."""
+    if not path.exists():
+        write_text(path, json.dumps(measure(), indent=2) + "\n")
+    return json.loads(path.read_text())
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
@@ -97,19 +107,21 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=720, help="drawn from it")
     parser.add_argument("--seconds", type=float, default=120, help="of training, each family")
     parser.add_argument("--prompts", action="append", required=True)
-    parser.add_argument("--limit", type=int, default=4)
+    parser.add_argument("--limit", type=int, default=3)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--families", nargs="+", help="recipes without their prefix; default: all")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     all_of_them = sorted(path.stem.removeprefix(PREFIX) for path in (ROOT / "recipes").glob(f"{PREFIX}*.yaml"))
     rows: dict[str, dict[str, Any]] = {}
-    for name in args.families or all_of_them:
-        done = args.out / name / "row.json"
-        if not done.exists():
-            row = train(args, name, args.out / name)
-            write_text(done, json.dumps(row | decode(args, args.out / name / "head"), indent=2) + "\n")
-        rows[name] = json.loads(done.read_text())
+    names = args.families or all_of_them
+    trained = {
+        name: once(args.out / name / "training.json", partial(train, args, name, args.out / name)) for name in names
+    }
+    for name in names:
+        rows[name] = trained[name] | once(
+            args.out / name / "reports.json", partial(decode, args, args.out / name / "head")
+        )
         print(table(rows), flush=True)
     settings = {key: getattr(args, key) for key in ("conversations", "seconds", "prompts", "limit", "max_new_tokens")}
     report = {

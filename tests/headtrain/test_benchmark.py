@@ -64,6 +64,14 @@ def test_a_sweep_over_everything(capsys, monkeypatch, tmp_path, head_folder, tar
     assert code == 0 and err.count("measured before") == 15
 
 
+def test_a_sweep_says_what_a_context_leaves_out(capsys, monkeypatch, tmp_path, head_folder, prompts):
+    with open(prompts, "a") as file:
+        file.write(json.dumps({"messages": [{"role": "user", "content": "rain falls " * 40}]}) + "\n")
+    words = [str(head_folder), *options(prompts, tmp_path / "out"), "--sweep", "context=48"]
+    code, _, err = run(capsys, monkeypatch, "evaluate", *words)
+    assert code == 0 and "context 48: 1 longer prompts are left out" in err
+
+
 def test_rules_side_by_side(capsys, monkeypatch, tmp_path, head_folder, prompts):
     words = [str(head_folder), *options(prompts, tmp_path / "out"), "--limit", "1", "--temperature", "1"]
     code, shown, err = run(capsys, monkeypatch, "evaluate", *words, "--sweep", "rule=gumbel,rejection,block,typical")

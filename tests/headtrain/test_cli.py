@@ -91,6 +91,7 @@ def test_drafts_without_training(capsys, monkeypatch, tmp_path, target_folder, d
         (["inspect", "gone.yaml"], ["gone.yaml", "no such recipe"]),
         (["generate", "HEAD", "rain", "--target", "gone"], ["gone"]),
         (["generate", "ngram", "rain"], ["--target", "knows no target"]),
+        (["tune", "org/name@v1"], ["org/name@v1", "hf download org/name --revision v1 --local-dir FOLDER"]),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
 )
