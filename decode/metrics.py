@@ -7,6 +7,7 @@ that accepted depth d - 1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -15,8 +16,15 @@ import torch
 from decode.engine import Output
 
 # How far, in logits, a token may lie behind the best and still be chosen by a forward of n rows instead of one: two
-# roundings of a logit between 16 and 32 in half precision.
+# roundings of a logit between 16 and 32 in half precision, and of a larger one where the best is larger.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.03125}
+ROUNDINGS = 2
+
+
+def tolerance(dtype: torch.dtype, logit: float) -> float:
+    """The widest near tie at a best logit of that size."""
+    spacing = torch.finfo(dtype).eps * 2 ** (math.frexp(logit)[1] - 1)  # between numbers of that size
+    return max(TOLERANCE[dtype], ROUNDINGS * spacing)
 
 
 def acceptance_length(outputs: Sequence[Output]) -> float:
@@ -57,10 +65,13 @@ class Parity:
 
 
 def compare(
-    plain: Sequence[int], speculative: Sequence[int], gap: Callable[[int, int], float], dtype: torch.dtype
+    plain: Sequence[int],
+    speculative: Sequence[int],
+    gap: Callable[[int, int], tuple[float, float]],
+    dtype: torch.dtype,
 ) -> Parity:
     """Compare two replies up to where they part. `gap(i, token)`: how far, in logits, `token` lay behind the best where
-    plain decoding chose token i."""
+    plain decoding chose token i, and the best logit."""
     if list(plain) == list(speculative):
         return Parity(compared=1, identical=1)
     at = next(
@@ -69,6 +80,6 @@ def compare(
     )
     if at >= min(len(plain), len(speculative)):  # one goes on where the other ends: no rounding does that
         return Parity(compared=1, mismatches=1)
-    width = gap(at, speculative[at])
-    near = width <= TOLERANCE[dtype]
+    width, best = gap(at, speculative[at])
+    near = width <= tolerance(dtype, best)
     return Parity(compared=1, near_ties=int(near), mismatches=int(not near), widest_gap=width)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -233,9 +234,16 @@ def write_card(
     return str(card).rstrip() + "\n"
 
 
-def serving_formats(family: str) -> dict[str, str]:
-    """The export format that each server reads, by server, where it can hold heads of the family."""
-    from headtrain.formats.base import load_format
+def serving_formats(config: dict[str, Any]) -> dict[str, str]:
+    """The export format that each server reads, by server, where it can hold the head of this config.json."""
+    from headtrain.formats.base import Portable, load_format
 
-    readers = {"vllm": "speculators", "sglang": "sglang"}
-    return {server: name for server, name in readers.items() if family in load_format(name).families}
+    head = Portable(config["family"], config["head"], list(config["layers"]), {})
+    found = {}
+    for server, name in (("vllm", "speculators"), ("sglang", "sglang")):
+        layout = load_format(name)
+        with suppress(UserError):
+            layout.check(head, config["target"]["num_layers"])
+            if head.family in layout.families:
+                found[server] = name
+    return found

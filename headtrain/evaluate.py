@@ -45,7 +45,7 @@ DEFINITIONS = {
     "speedup.engine": "tokens_per_second / baseline.engine",
     "speedup.transformers": "whole-call tokens per second with the head / baseline.transformers",
     "parity": "replies against plain decoding; one that parts counts as near tie where its token lay no further behind the"
-    " best, in logits, than the tolerance of the dtype, else as mismatch",
+    " best, in logits, than two roundings of the dtype, else as mismatch",
 }
 
 
@@ -315,19 +315,22 @@ def evaluate_set(
 
 
 @torch.no_grad()
-def choice_gap(target: Target, ids: list[int], reply: list[int], settings: Settings, at: int, token: int) -> float:
-    """How far `token` lay behind the best, in logits, where plain decoding chose reply[at].
+def choice_gap(
+    target: Target, ids: list[int], reply: list[int], settings: Settings, at: int, token: int
+) -> tuple[float, float]:
+    """How far `token` lay behind the best, in logits, where plain decoding chose reply[at]; and the best logit.
 
     Above temperature 0 the choice is the argmax of logits / T + noise; its gap times T is that in logits.
     """
     row = torch.tensor([ids + reply[:at]], device=target.device)
     scores = target.model(row, logits_to_keep=1).logits[0, -1].float()
     scores[stop_tokens(target)] = -torch.inf
+    best = float(scores.max())
     if settings.temperature > 0:
         noise = Noise(settings.seed, [0], target.device)
         position = torch.tensor([[row.shape[1]]], device=target.device)
         scores = scores + settings.temperature * noise.gumbel(position, len(scores))[0, 0]
-    return float(scores.max() - scores[token])
+    return float(scores.max() - scores[token]), best
 
 
 def device_name(device: torch.device) -> str:

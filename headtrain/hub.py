@@ -44,7 +44,7 @@ def prepare(
         make = f"headtrain evaluate {folder} --prompts FILE --out {report.parent}"
         raise UserError(f"{report}: is missing, and a card claims only what was measured; make it with `{make}`")
     recipe = training_recipe(folder / "recipe.yaml")
-    card = write_card(repo, config, recipe, report, target, license, serving_formats(config["family"]))
+    card = write_card(repo, config, recipe, report, target, license, serving_formats(config))
     names = ["config.json", *(name for name in OPTIONAL if (folder / name).is_file())]
     return {
         **{name: (folder / name).read_bytes() for name in names},

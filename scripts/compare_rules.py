@@ -9,9 +9,11 @@ trees of that many nodes whose nodes are ordered by log q, by log q + g or by a 
 
 import argparse
 import json
+import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -42,26 +44,31 @@ RULES = ("gumbel", "rejection", "specinfer", "block", "deterministic")
 TEMPERATURES = (0.3, 0.7, 1.0)
 
 
-def seconds(outputs: list[Output]) -> float:
-    return sum(o.timing.draft + o.timing.verify + o.timing.other for o in outputs)
+def seconds(batch: list[Output]) -> float:
+    """Of decoding; a batch shares its clock."""
+    timing = batch[0].timing
+    return timing.draft + timing.verify + timing.other
 
 
 def compare(head: Head, target: Target, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row a (temperature, shape, rule); the rules take turns on each prompt, so a slow moment touches all alike."""
+    """One row a (temperature, shape, rule); the rules take turns on each batch, so a slow moment touches all alike."""
     sets = {Path(name).stem: [target.prompt_ids(m) for m in load_prompts(name, args.limit)] for name in args.prompts}
     rows = []
     for temperature in TEMPERATURES:
         for shape, plan in (SHAPES | DYNAMIC).items():
             rules = ["gumbel"] if shape in DYNAMIC else [r for r in RULES if r != "block" or shape == "chain"]
             engine = Engine(target.model, head, plan, target.tokenizer)
-            outputs: dict[tuple[str, str], list[Output]] = {}
+            outputs: dict[str, dict[str, list[Output]]] = {rule: {name: [] for name in sets} for rule in rules}
+            clock = dict.fromkeys(rules, 0.0)
             for name, prompts in track(sets.items(), f"T={temperature} {shape}", transient=True):
-                for number, ids in enumerate(prompts):
+                for start in range(0, len(prompts), args.batch_size):
+                    group = prompts[start : start + args.batch_size]
                     for rule in rules:
-                        settings = Settings(args.max_new_tokens, temperature, rule=rule, seed=number, ignore_eos=True)
-                        outputs.setdefault((rule, name), []).append(engine.generate([ids], settings)[0])
-            for rule in rules:
-                of_rule = {name: outputs[rule, name] for name in sets}
+                        settings = Settings(args.max_new_tokens, temperature, rule=rule, seed=start, ignore_eos=True)
+                        replies = engine.generate(group, settings)
+                        outputs[rule][name] += replies
+                        clock[rule] += seconds(replies)
+            for rule, of_rule in outputs.items():
                 together = [output for group in of_rule.values() for output in group]
                 tokens = sum(len(output.tokens) - 1 for output in together)
                 rows.append(
@@ -70,7 +77,7 @@ def compare(head: Head, target: Target, args: argparse.Namespace) -> list[dict[s
                         "shape": shape,
                         "rule": rule,
                         "acceptance_length": acceptance_length(together),
-                        "tokens_per_second": tokens / seconds(together),
+                        "tokens_per_second": tokens / clock[rule],
                         "sets": {name: acceptance_length(group) for name, group in of_rule.items()},
                     }
                 )
@@ -133,7 +140,8 @@ def main() -> None:
     parser.add_argument("head", type=Path)
     parser.add_argument("--target")
     parser.add_argument("--prompts", action="append", required=True)
-    parser.add_argument("--limit", type=int, default=2)
+    parser.add_argument("--limit", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", type=Path, required=True)
@@ -141,7 +149,10 @@ def main() -> None:
     head, target = open_head(args.head, args.target, args.dtype)
     rows = compare(head, target, args)
     print_table(rows)
-    report = {"head": str(args.head), "device": device_name(target.device), "nodes": NODES, "rows": rows}
+    settings = {key: getattr(args, key) for key in ("limit", "batch_size", "max_new_tokens", "dtype")}
+    settings |= {"nodes": NODES, "threads": torch.get_num_threads()}
+    report = {"head": args.head.name, "device": device_name(target.device), "date": time.strftime("%Y-%m-%d")}
+    report |= {"settings": settings, "rows": rows}
     write_text(args.out / "compare_rules.json", json.dumps(report, indent=2) + "\n")
     write_text(args.out / "compare_rules.md", markdown(rows))
     plot(rows, args.out / "compare_rules.png")

@@ -73,11 +73,17 @@ class Format(ABC):
         Raises UserError for what our families cannot represent and for a config that contradicts the tensors.
         """
 
+    def check(self, head: Portable, num_layers: int) -> None:  # noqa: B027 - most layouts have no such limit
+        """Raises UserError with the reason for settings and boundaries that the layout cannot express.
+
+        Looks at no tensor and no more of the target than its depth, so a card can ask without both.
+        """
+
     @abstractmethod
     def write(self, head: Portable, target: Target, embedding: bool) -> Checkpoint:
-        """The head in this layout, its tensors already renamed. `embedding`: save the target's embedding with it.
+        """A head that passed `check` in this layout, its tensors already renamed.
 
-        Raises UserError with the reason for what the layout cannot express.
+        `embedding`: save the target's embedding with it. Raises UserError for what only tensors and target tell.
         """
 
     def target_name(self, config: dict[str, Any]) -> str | None:

@@ -51,6 +51,7 @@ def export_head(folder: Path, layout: str, out: Path, target: str | None = None,
     tensors = read_safetensors(folder / "model.safetensors")
     head = Portable(found["family"], found["head"], list(found["layers"]), tensors)
     check_tensors(tensors, shapes(skeleton(head, model, folder)), folder)
+    to.check(head, model.num_layers)
     checkpoint = to.write(head, model, embedding)
     checkpoint.config.setdefault("headtrain", manifest(head, found, checkpoint, to))
     write_folder(out, lambda staging: fill(staging, checkpoint, to))

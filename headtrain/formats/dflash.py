@@ -66,7 +66,7 @@ class DFlash(Format):
             "num_target_layers": target.num_layers,
             "dflash_config": {
                 "mask_token_id": settings["mask_token"],
-                "target_layer_ids": to_outputs(head.layers, target, self.name),
+                "target_layer_ids": to_outputs(head.layers, target.num_layers, self.name),
             },
         }
         return Checkpoint(config, dict(head.tensors))

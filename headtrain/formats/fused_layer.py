@@ -143,12 +143,11 @@ def refuse(head: Portable, where: str, **plain: Any) -> None:
             )
 
 
-def to_outputs(layers: list[int], target: Target, where: str) -> list[int]:
+def to_outputs(layers: list[int], num_layers: int, where: str) -> list[int]:
     """Boundaries as indices of layers whose output they are."""
-    n = target.num_layers
-    if layers[-1] == n:
+    if layers[-1] == num_layers:
         raise UserError(
-            f"--format {where}: cannot express boundary {n}, the state behind the target's final norm: its readers take"
+            f"--format {where}: cannot express boundary {num_layers}, the state behind the target's final norm: its readers take"
             " the outputs of layers, before that norm; train with head.layers below it"
         )
     if layers[0] == 0:

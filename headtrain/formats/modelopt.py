@@ -42,9 +42,12 @@ class ModelOpt(Format):
         )
         return read_head(checkpoint, target, read_ids(checkpoint), {}, marks=False)
 
-    def write(self, head: Portable, target: Target, embedding: bool) -> Checkpoint:
+    def check(self, head: Portable, num_layers: int) -> None:
         refuse(head, self.name, feedback="raw", fusion_norm=None, normed_residual=False)
-        outputs = to_outputs(head.layers, target, self.name)
+        to_outputs(head.layers, num_layers, self.name)
+
+    def write(self, head: Portable, target: Target, embedding: bool) -> Checkpoint:
+        outputs = to_outputs(head.layers, target.num_layers, self.name)
         checkpoint = write_head(head, target, embedding, self.rename, marks=False)
         checkpoint.config |= {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {IDS: outputs, **CONFIG}}
         checkpoint.warnings.append(

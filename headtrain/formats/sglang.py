@@ -59,9 +59,12 @@ class SGLang(Format):
         }
         return read_head(checkpoint, target, read_ids(checkpoint), flags)
 
-    def write(self, head: Portable, target: Target, embedding: bool) -> Checkpoint:
+    def check(self, head: Portable, num_layers: int) -> None:
         refuse(head, self.name, normed_residual=False)
-        outputs = to_outputs(head.layers, target, self.name)
+        to_outputs(head.layers, num_layers, self.name)
+
+    def write(self, head: Portable, target: Target, embedding: bool) -> Checkpoint:
+        outputs = to_outputs(head.layers, target.num_layers, self.name)
         checkpoint = write_head(head, target, embedding, self.rename)
         norm = head.settings.get("fusion_norm")
         checkpoint.config |= {

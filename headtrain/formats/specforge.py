@@ -32,22 +32,24 @@ class SpecForge(Format):
             checkpoint, target, read_ids(checkpoint), {"fusion_norm": feature_norm(set(checkpoint.tensors))}
         )
 
-    def write(self, head: Portable, target: Target, embedding: bool) -> Checkpoint:
+    def check(self, head: Portable, num_layers: int) -> None:
         refuse(head, self.name, feedback="raw", normed_residual=False)
-        each = head.settings.get("fusion_norm") == "each"
         require(
-            each or head.settings.get("fusion_norm") is None,
+            head.settings.get("fusion_norm") in (None, "each"),
             "--format specforge",
             "cannot express fusion_norm 'joint' (only null or 'each')",
         )
-        outputs = to_outputs(head.layers, target, self.name)
+        to_outputs(head.layers, num_layers, self.name)
+
+    def write(self, head: Portable, target: Target, embedding: bool) -> Checkpoint:
+        outputs = to_outputs(head.layers, target.num_layers, self.name)
         checkpoint = write_head(head, target, embedding, self.rename)
         checkpoint.tensors |= {name: head.tensors[name] for name in ("d2t", "t2d")}
         checkpoint.config |= {
             "architectures": ["LlamaForCausalLMEagle3"],
             "eagle_config": {IDS: outputs, "use_aux_hidden_state": True},
         }
-        if each:
+        if head.settings.get("fusion_norm") == "each":
             checkpoint.config["fc_norm"] = True
         return checkpoint
 

@@ -117,6 +117,10 @@ def test_no_path_of_this_machine(card):
 def test_sections(card):
     text = card(servers={"vllm": "speculators"})
     assert "--format speculators" in text and "## Use it in vLLM" in text and "SGLang" not in text
+    assert "final norm" not in text
+    assert "behind the target's final norm" in card(
+        config={**CONFIG, "layers": [1, 3]}, servers={"vllm": "speculators"}
+    )
     text = card(servers={"sglang": "sglang"})
     assert "## Use it in SGLang" in text and "--speculative-algorithm EAGLE3" in text and "vLLM" not in text
     assert "answers stay the target's own" in text and "lossy" not in text
@@ -128,8 +132,10 @@ def test_sections(card):
 
 
 def test_serving_formats():
-    assert serving_formats("eagle3") == {"vllm": "speculators", "sglang": "sglang"}
-    assert serving_formats("hydra") == {}
+    head = {"family": "eagle3", "head": {}, "layers": [1, 2], "target": {"num_layers": 3}}
+    assert serving_formats(head) == {"vllm": "speculators", "sglang": "sglang"}
+    assert serving_formats({**head, "layers": [1, 3]}) == {"vllm": "speculators"}, "SGLang has no state behind the norm"
+    assert serving_formats({**head, "family": "hydra"}) == {}
 
 
 def test_damaged_reports_are_named(card):

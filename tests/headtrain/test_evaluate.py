@@ -87,9 +87,11 @@ def test_choice_gap(head_folder):
     logits = target.model(torch.tensor([ids])).logits[0, -1]
     logits[target.model.generation_config.eos_token_id] = -torch.inf
     expected = float(logits.max() - logits[7])
-    assert choice_gap(target, ids, [9, 9], Settings(), 0, 7) == pytest.approx(expected, abs=1e-5)
-    assert choice_gap(target, ids, [9, 9], Settings(), 0, int(logits.argmax())) == 0
-    assert choice_gap(target, ids, [9, 9], Settings(temperature=1.0), 0, 7) != pytest.approx(expected)
+    best = pytest.approx(float(logits.max()), abs=1e-5)
+    assert choice_gap(target, ids, [9, 9], Settings(), 0, 7) == (pytest.approx(expected, abs=1e-5), best)
+    assert choice_gap(target, ids, [9, 9], Settings(), 0, int(logits.argmax())) == (0, best)
+    gap, without_noise = choice_gap(target, ids, [9, 9], Settings(temperature=1.0), 0, 7)
+    assert gap != pytest.approx(expected) and without_noise == best
 
 
 def test_held_out_loss_is_the_mean_over_all_tokens(head_folder, chats):
