@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from decode.gpu import runs_kernels
 from decode.linear import is_slow
 
 CHUNK_ELEMENTS = 1 << 24  # draft logits of one chunk, all steps together: 2,048 rows of a vocabulary of 8,192
@@ -120,18 +121,13 @@ class _Distill(torch.autograd.Function):
         product = torch.empty_like(rows) if needs_weight and compute is not torch.float32 else None
         for start in range(0, num_tokens, chunk):
             part = slice(start, min(start + chunk, num_tokens))
-            p = torch.softmax(teacher(part), -1)  # [C, Vd]
             states = student[:, part].to(compute)  # [K, C, D]
             flat = memory[: states.shape[1] * steps * weight.shape[0]].view(-1, weight.shape[0])  # [K C, Vd]
             torch.mm(states.flatten(0, 1), rows.T, out=flat)
             grads = flat.view(*states.shape[:2], -1)  # [K, C, Vd]
-            for k in range(steps):
-                log_q = torch.log_softmax(grads[k].float(), -1)  # [C, Vd]
-                w = weights[k, part]  # [C]
-                value, grad, alpha = loss_and_acceptance(loss, log_q, p)
-                total += torch.dot(w, value)
-                acceptance[k] += torch.dot((w > 0).float(), alpha)
-                grads[k].copy_(grad.mul_(w[:, None]))
+            values, alphas = replace_by_gradients(loss, grads, teacher(part), weights[:, part])  # [K, C]
+            total += torch.sum(weights[:, part] * values)
+            acceptance += torch.sum((weights[:, part] > 0) * alphas, 1)
             if grad_student is not None:
                 grad_student[:, part] = (grads @ rows).to(student.dtype)
             if grad_weight is not None:
@@ -144,6 +140,24 @@ class _Distill(torch.autograd.Function):
     def backward(ctx, grad_total, _):
         scaled = (g * grad_total if g is not None else None for g in ctx.saved_tensors)
         return *scaled, None, None, None
+
+
+def replace_by_gradients(loss: LossFunction, logits: Tensor, teacher: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Put weights [K, C] * d loss / d logits in the place of the draft's logits [K, C, Vd]; teacher [C, Vd] are logits.
+
+    Returns losses and sum_v min(p, q), both [K, C], of any value where a weight is 0.
+    """
+    if loss is kl and runs_kernels(logits):
+        from headtrain_kernels.distill import launch_rows
+
+        return launch_rows(logits, teacher.contiguous(), None, weights.contiguous(), softcap=None, needs_grad=True)
+    p = torch.softmax(teacher, -1)  # [C, Vd]
+    values, alphas = torch.empty_like(weights), torch.empty_like(weights)
+    for k, w in enumerate(weights):
+        log_q = torch.log_softmax(logits[k].float(), -1)  # [C, Vd]
+        values[k], grad, alphas[k] = loss_and_acceptance(loss, log_q, p)
+        logits[k] = grad.mul_(w[:, None])
+    return values, alphas
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, product: Tensor | None) -> None:

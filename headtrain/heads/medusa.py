@@ -13,6 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from decode.gpu import runs_kernels
 from headtrain.heads.base import Batch, Head, HeadConfig, HeadLoss
 from headtrain.layers import BorrowedVocabulary
 from headtrain.losses import LossName, distill, step_weights, teacher_logits
@@ -84,12 +85,20 @@ class Medusa(BorrowedVocabulary, Head):
     def states(self, i: int, v: Tensor) -> Tensor:
         """What head i gives to lm_head; v, result [.., H]."""
         blocks: Any = self._modules[str(i)]
-        v = blocks[: self.config.layers](v.to(blocks[0].linear.weight.dtype))
+        return self._scaled(blocks[: self.config.layers](v.to(blocks[0].linear.weight.dtype)))
+
+    def _scaled(self, v: Tensor) -> Tensor:
+        """Some targets scale their logits; the scale is linear, so it can stand in front of their lm_head."""
         if self.config.own_lm_head:
             return v
-        # Some targets scale their logits; the scale is linear, so it can stand in front of lm_head.
         config = self.target.config
         return v * ((getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1))
+
+    def stacked_blocks(self) -> list[tuple[Tensor, Tensor]]:
+        """Weights [K, H, H] and biases [K, H] of the blocks of all heads, a pair for each layer."""
+        heads: Any = self._modules
+        layers = [[heads[str(i)][j].linear for i in range(self.num_heads)] for j in range(self.config.layers)]
+        return [(torch.stack([x.weight for x in row]), torch.stack([x.bias for x in row])) for row in layers]
 
     def lm_head_rows(self, i: int) -> Tensor:
         """[Vd, H] rows that give the logits of head i."""
@@ -116,7 +125,8 @@ class Medusa(BorrowedVocabulary, Head):
     @torch.no_grad()
     def begin(self, features: Tensor, tokens: Tensor, lengths: Tensor, capacity: int) -> tuple["State", Tensor]:
         own = self.config.own_lm_head
-        state = State([self.lm_head_rows(i) for i in range(self.num_heads if own else 1)])
+        blocks = self.stacked_blocks() if runs_kernels(features) else []
+        state = State([self.lm_head_rows(i) for i in range(self.num_heads if own else 1)], blocks)
         return state, self._start(state, features, lengths)
 
     @torch.no_grad()
@@ -135,7 +145,15 @@ class Medusa(BorrowedVocabulary, Head):
     def _start(self, state: "State", features: Tensor, counts: Tensor) -> Tensor:
         """All heads at each row's last position; features [B, m, H]. Returns logits [B, 1, Vd] of the first level."""
         v = take_last(features, counts)  # [B, 1, H]
-        states = torch.cat([self.states(i, v) for i in range(self.num_heads)], 1)  # [B, K, H]
+        if state.blocks:
+            from headtrain_kernels.grouped_residual import grouped_residual
+
+            x = v[:, 0].to(state.blocks[0][0].dtype)  # [B, H], behind the first block [K, B, H]
+            for weight, bias in state.blocks:
+                x = grouped_residual(x, weight, bias)
+            states = self._scaled(x.transpose(0, 1))
+        else:
+            states = torch.cat([self.states(i, v) for i in range(self.num_heads)], 1)  # [B, K, H]
         if self.config.own_lm_head:
             each = [nn.functional.linear(states[:, i], rows.to(states.dtype)) for i, rows in enumerate(state.rows)]
             logits = torch.stack(each, 1)
@@ -147,9 +165,10 @@ class Medusa(BorrowedVocabulary, Head):
 
 @dataclass
 class State:
-    """What drafting keeps between calls: rows [Vd, H] of lm_head, one matrix or one a head, and logits [B, K, Vd] of all
-    heads at the last position."""
+    """What drafting keeps between calls: rows [Vd, H] of lm_head, one matrix or one a head, `stacked_blocks` where the
+    kernel runs them, and logits [B, K, Vd] of all heads at the last position."""
 
     rows: list[Tensor]
+    blocks: list[tuple[Tensor, Tensor]]
     logits: Tensor = None  # type: ignore[assignment]
     level: int = 0

@@ -16,7 +16,12 @@ from decode.settings import Settings
 from tests.decode.test_graphs import PLANS, make_draft, prompts_of, summary
 from tests.tiny import tiny_target
 
-KERNELS = {"tree_attention": "decode.attention", "kv_commit": "decode.cache", "tree_verify": "decode.verify"}
+KERNELS = {
+    "tree_attention": "decode.attention",
+    "kv_commit": "decode.cache",
+    "tree_verify": "decode.verify",
+    "grouped_residual": "headtrain.heads.medusa",
+}
 
 
 @pytest.fixture
@@ -45,7 +50,9 @@ def launches(monkeypatch):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "gumbel"])
 @pytest.mark.parametrize("engine", [Engine, partial(GraphEngine, capture=False)], ids=["eager", "fixed"])
-@pytest.mark.parametrize("draft, plan, lengths", [("plain", None, (5,)), ("eagle3", "static", (4, 7))])
+@pytest.mark.parametrize(
+    "draft, plan, lengths", [("plain", None, (5,)), ("eagle3", "static", (4, 7)), ("medusa", "chain", (4, 7))]
+)
 def test_kernels_give_the_tokens_of_torch(launches, monkeypatch, draft, plan, lengths, engine, temperature):
     model = tiny_target("llama", head_dim=64)
     arguments = (model, make_draft(draft, model), PLANS.get(plan))
@@ -54,6 +61,7 @@ def test_kernels_give_the_tokens_of_torch(launches, monkeypatch, draft, plan, le
     monkeypatch.undo()
     assert summary(outputs) == summary(Engine(*arguments).generate(prompts_of(lengths), settings))
     expected = {"tree_attention", "tree_verify"} | ({"kv_commit"} if plan == "static" else set())
+    expected |= {"grouped_residual"} if draft == "medusa" else set()
     assert {name for name, count in launches.items() if count} == expected
 
 

@@ -1,7 +1,9 @@
+import os
 from typing import get_args
 
 import pytest
 import torch
+from headtrain_kernels import distill as kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headtrain import losses
@@ -54,6 +56,21 @@ def close(found, expected, tolerance=2e-5) -> bool:
 def test_equals_full_logits_at_any_chunk(case, rows, monkeypatch):
     monkeypatch.setattr(losses, "CHUNK_ELEMENTS", rows * K * V)
     assert close(fast(*case), naive(*case))
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
+def test_the_kernel_gives_the_same(case, monkeypatch):
+    """The branch that a GPU takes, through the interpreter, also for a teacher that is sure of its token."""
+    monkeypatch.setattr(losses, "runs_kernels", lambda tensor: True)
+    launches = []
+    launch = kernel.launch_rows
+    monkeypatch.setattr(kernel, "launch_rows", lambda *args, **rest: launches.append(1) or launch(*args, **rest))
+    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 5 * K * V)
+    student, weight, teacher, weights = case
+    assert close(fast(*case), naive(*case))
+    sure = torch.full_like(teacher, -torch.inf).scatter(1, teacher.argmax(1, keepdim=True), 0.0)
+    assert close(fast(student, weight, sure, weights), naive(student, weight, sure.clamp(min=-1e4), weights))
+    assert len(launches) == 2 * 4
 
 
 def test_wrong_weights_and_wrong_teacher_are_seen(case):
