@@ -121,12 +121,12 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     figure, axes = plt.subplots(1, len(SHAPES), figsize=(4 * len(SHAPES), 3.4), sharey=True)
     for axis, shape in zip(axes, SHAPES, strict=True):
-        for rule in RULES:
+        for number, rule in enumerate(RULES):
             line = [
                 (r["temperature"], r["acceptance_length"]) for r in rows if (r["shape"], r["rule"]) == (shape, rule)
             ]
             if line:
-                axis.plot(*zip(*line, strict=True), marker="o", label=rule)
+                axis.plot(*zip(*line, strict=True), marker="o", color=f"C{number}", label=rule)
         axis.set_title(f"{shape}, {NODES} drafted nodes")
         axis.set_xlabel("temperature")
     axes[0].set_ylabel("acceptance length")

@@ -256,7 +256,7 @@ def test_two_nodes_launched_for_real(tmp_path, recipe, alone):
 def test_fifty_random_kills_in_all_modes(tmp_path, recipe, target_folder, chats):
     """Killed at a random moment, gone on in a random mode, from the cache or not, until fifty kills are through."""
     chance = random.Random(0)
-    settings = ["train.steps=150", "train.save_every=3", "train.log_every=2", "train.learning_rate=1e-4"]
+    settings = ["train.steps=600", "train.save_every=3", "train.log_every=2", "train.learning_rate=1e-4"]
     expected = losses(run("single", recipe, tmp_path / "unbroken", *settings))
     target, dataset = load_parts(target_folder, chats)
     list(write_cache(dataset, target, default_layers(target.num_layers), tmp_path / "cache", 200))
