@@ -91,7 +91,7 @@ def load_plan(folder: Path, draft: Draft, settings: Settings) -> tuple[Plan, Set
     plans = read_plans(folder)
     saved = plans.get(plan_key(settings.temperature)) or next(iter(plans.values()), None)
     if saved is None:
-        return fit_plan(default_plan(draft), settings.rule), settings
+        return order_nodes(fit_plan(default_plan(draft), settings.rule), settings), settings
     try:
         plan, ratio = from_dict(saved["plan"]), float(saved["draft_ratio"])
     except (ValueError, KeyError, TypeError) as error:
@@ -99,7 +99,8 @@ def load_plan(folder: Path, draft: Draft, settings: Settings) -> tuple[Plan, Set
             f"{folder / PLAN}: is not a saved tree ({error}); delete it and run `headtrain tune`"
         ) from error
     tuned = plan_key(settings.temperature) in plans and settings.draft_temperature is None
-    return fit_plan(plan, settings.rule), draft_settings(settings, ratio) if tuned else settings
+    plan = order_nodes(fit_plan(plan, settings.rule), settings)
+    return plan, draft_settings(settings, ratio) if tuned else settings
 
 
 def draft_settings(settings: Settings, ratio: float) -> Settings:
@@ -112,6 +113,15 @@ def fit_plan(plan: Plan, rule: str | None) -> Plan:
     if isinstance(plan, Dynamic) and rule not in (None, "greedy", "gumbel", "deterministic", "typical"):
         return Chain(plan.depth)
     return plan
+
+
+def order_nodes(plan: Plan, settings: Settings) -> Plan:
+    """A dynamic tree keeps its best nodes by log q + g under shared noise, which accepts most (decode/README.md), else
+    by log q."""
+    if not isinstance(plan, Dynamic):
+        return plan
+    rule = check_rule(settings.rule, True, settings.temperature)
+    return replace(plan, noise_weight=float(rule.propose == "shared"))
 
 
 NGRAM = "ngram"
@@ -149,8 +159,8 @@ def open_head(folder: Path, model: str | None, dtype: str, device: str | None = 
 def quick_acceptance(head: Head, target: Target, config: EvalConfig) -> dict[str, Any]:
     """Acceptance length on held-out prompts, while training."""
     assert config.prompts is not None
-    engine = Engine(target.model, head, default_plan(head), target.tokenizer)
     settings = Settings(max_new_tokens=config.max_new_tokens, temperature=config.temperature)
+    engine = Engine(target.model, head, order_nodes(default_plan(head), settings), target.tokenizer)
     prompts = [target.prompt_ids(messages) for messages in load_prompts(config.prompts, config.limit)]
     outputs = [engine.generate([ids], settings)[0] for ids in prompts]
     return {
@@ -214,7 +224,7 @@ def evaluate(
         "versions": {name: version(name) for name in ("headtrain", "torch", "transformers")},
         "date": time.strftime("%Y-%m-%d"),
         "settings": {
-            "rule": settings.rule or ("greedy" if settings.temperature == 0 else "gumbel"),
+            "rule": check_rule(settings.rule, True, settings.temperature).name,
             "temperature": settings.temperature,
             "max_new_tokens": settings.max_new_tokens,
             "limit": limit,

@@ -27,7 +27,7 @@ from decode.settings import Settings
 from decode.tree import Dynamic, Plan, Tree
 from decode.verify import Verdict
 from headtrain.checkpoint import write_text
-from headtrain.evaluate import PLAN, device_name, draft_settings, plan_key, read_plans
+from headtrain.evaluate import PLAN, device_name, draft_settings, order_nodes, plan_key, read_plans
 from headtrain.heads.base import Head
 from headtrain.target import Target
 
@@ -151,14 +151,15 @@ def dynamic_candidates(
     for width in BEAMS:
         most = 1 + width + (depth - 1) * width**2
         widest = Dynamic(depth=depth, width=width, size=min(max(SIZES), most))
-        engine = Recorder(target.model, head, widest, target.tokenizer)
+        engine = Recorder(target.model, head, order_nodes(widest, settings), target.tokenizer)
         for prompt in prompts:
             engine.generate([prompt], settings)
         for d in range(1, depth + 1):
             for size in SIZES:
                 if d < size <= min(widest.size, 1 + width + (d - 1) * width**2):
                     length = accepted_length(engine.steps, size, d)
-                    found.append(Candidate(Dynamic(d, width, size), 1.0, length, costs.step(size, [width] * (d - 1))))
+                    plan = order_nodes(Dynamic(d, width, size), settings)
+                    found.append(Candidate(plan, 1.0, length, costs.step(size, [width] * (d - 1))))
     return found
 
 

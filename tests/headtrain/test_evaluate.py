@@ -1,6 +1,7 @@
 """The report of a head on a tiny target: every figure follows from what was decoded."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -108,6 +109,12 @@ def test_plans(head_folder, tmp_path):
     head, _ = open_head(head_folder, None, "float32")
     greedy, sampled = Settings(), Settings(temperature=0.5)
     assert load_plan(tmp_path, head, greedy) == (module.default_plan(head), greedy)
+    assert load_plan(tmp_path, head, sampled)[0] == replace(module.default_plan(head), noise_weight=1.0)
+    noisy = {"plan": Dynamic(3, 2, 6, noise_weight=1.0).to_dict(), "draft_ratio": 1.0}
+    (tmp_path / "tree.json").write_text(json.dumps({"sampled": noisy}))
+    assert load_plan(tmp_path, head, greedy)[0] == Dynamic(3, 2, 6)
+    assert load_plan(tmp_path, head, replace(sampled, rule="deterministic"))[0] == Dynamic(3, 2, 6)
+    assert load_plan(tmp_path, head, replace(sampled, rule="rejection"))[0] == Chain(3)
     chain = {"plan": {"kind": "chain", "depth": 3}, "draft_ratio": 1.4}
     (tmp_path / "tree.json").write_text(json.dumps({"sampled": chain}))
     assert load_plan(tmp_path, head, greedy) == (Chain(3), greedy)
