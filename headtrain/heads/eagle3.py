@@ -172,7 +172,7 @@ class Eagle3(OffsetVocabulary, RecurrentHead):
 
     def tokens(self, loss_mask: Tensor) -> Tensor:
         if self.config.normaliser == "all":
-            return loss_mask.new_tensor(loss_mask.numel())
+            return torch.tensor(loss_mask.numel(), device=loss_mask.device)  # the mask is bytes, too small to count
         return align(loss_mask, self.config.mask)[:, 2:].sum()
 
     def enter(self, features: Tensor) -> Tensor:

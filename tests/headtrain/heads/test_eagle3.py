@@ -210,6 +210,13 @@ def test_presets_are_what_they_are_documented_to_be(target, name, vocabulary):
         torch.testing.assert_close(ours, expected.to(ours.dtype), rtol=1e-3, atol=1e-4, msg=parameter)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64], ids=str)
+def test_the_divisor_of_a_long_row(target, dtype):
+    mask = torch.ones(1, 300, dtype=dtype)
+    assert int(make_head("eagle3", target, **CHOICES["eagle"]).tokens(mask)) == 300
+    assert int(make_head("eagle3", target, normaliser="trained").tokens(mask)) == 298
+
+
 @pytest.mark.parametrize("change", [{"mask": "predicted"}, {"outside": "keep"}, {"decay": 0.5}], ids=str)
 def test_another_choice_is_seen(target, change):
     """Negative control of the test above: each choice matters here."""
