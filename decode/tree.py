@@ -28,7 +28,8 @@ class Tree:
     log_q [B, n] float32, draft log-probability of the node's token after its parent (draft temperature applied), root 0;
     valid [B, n] bool, False marks padding, which is never accepted;
     q [B, n, Vd] float32 log-probabilities for the children of each node, -inf rows where a node was not expanded, or None;
-    max_depth and max_width bound the depth and the children of a node, known without reading the device.
+    max_depth and max_width bound the depth and the children of a node, known without reading the device;
+    scores [B, n] float32, what a dynamic tree kept its nodes for, greatest first, root 0; None for other plans.
     """
 
     tokens: Tensor
@@ -40,6 +41,7 @@ class Tree:
     q: Tensor | None = None
     max_depth: int = MAX_NODES
     max_width: int = MAX_NODES
+    scores: Tensor | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -324,9 +326,10 @@ def _grow_dynamic(plan: Dynamic, root: Tensor, logits: Tensor, extend: Extend, p
     parents = torch.cat([zero - 1, place.gather(1, parents.gather(1, keep))], 1)
     ancestors = _closure(parents, plan.depth)
     log_q = torch.cat([zero.to(log_q.dtype), log_q.gather(1, keep)], 1)
-    valid = torch.cat([zero == 0, score.gather(1, keep) > -torch.inf], 1)
+    score = torch.cat([zero.to(score.dtype), score.gather(1, keep)], 1)
     tokens = torch.cat([root[:, None], tokens.gather(1, keep)], 1)
-    return Tree(tokens, parents, ancestors.sum(-1) - 1, ancestors, log_q, valid, None, plan.depth, width)
+    depths = ancestors.sum(-1) - 1
+    return Tree(tokens, parents, depths, ancestors, log_q, score > -torch.inf, None, plan.depth, width, score)
 
 
 def _gains(plan: Dynamic, log_q: Tensor, depth: int, columns: Tensor, proposer: Proposer) -> Tensor:

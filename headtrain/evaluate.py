@@ -91,7 +91,7 @@ def load_plan(folder: Path, draft: Draft, settings: Settings) -> tuple[Plan, Set
     plans = read_plans(folder)
     saved = plans.get(plan_key(settings.temperature)) or next(iter(plans.values()), None)
     if saved is None:
-        return order_nodes(fit_plan(default_plan(draft), settings.rule), settings), settings
+        return fit_plan(default_plan(draft), settings), settings
     try:
         plan, ratio = from_dict(saved["plan"]), float(saved["draft_ratio"])
     except (ValueError, KeyError, TypeError) as error:
@@ -99,8 +99,7 @@ def load_plan(folder: Path, draft: Draft, settings: Settings) -> tuple[Plan, Set
             f"{folder / PLAN}: is not a saved tree ({error}); delete it and run `headtrain tune`"
         ) from error
     tuned = plan_key(settings.temperature) in plans and settings.draft_temperature is None
-    plan = order_nodes(fit_plan(plan, settings.rule), settings)
-    return plan, draft_settings(settings, ratio) if tuned else settings
+    return fit_plan(plan, settings), draft_settings(settings, ratio) if tuned else settings
 
 
 def draft_settings(settings: Settings, ratio: float) -> Settings:
@@ -108,20 +107,13 @@ def draft_settings(settings: Settings, ratio: float) -> Settings:
     return replace(settings, draft_temperature=ratio * settings.temperature) if settings.temperature > 0 else settings
 
 
-def fit_plan(plan: Plan, rule: str | None) -> Plan:
-    """Reranked trees serve rules that choose children by score; the others draw them, so they get a chain."""
-    if isinstance(plan, Dynamic) and rule not in (None, "greedy", "gumbel", "deterministic", "typical"):
-        return Chain(plan.depth)
-    return plan
-
-
-def order_nodes(plan: Plan, settings: Settings) -> Plan:
-    """A dynamic tree keeps its best nodes by log q + g under shared noise, which accepts most (decode/README.md), else
-    by log q."""
+def fit_plan(plan: Plan, settings: Settings) -> Plan:
+    """The plan as the rule can use it. Rules that choose children by score take a dynamic tree, ordered by log q + g
+    under shared noise, which accepts most (decode/README.md); the others draw children, so they get a chain."""
+    rule = check_rule(settings.rule, True, settings.temperature)
     if not isinstance(plan, Dynamic):
         return plan
-    rule = check_rule(settings.rule, True, settings.temperature)
-    return replace(plan, noise_weight=float(rule.propose == "shared"))
+    return replace(plan, noise_weight=float(rule.propose == "shared")) if rule.shape == "any" else Chain(plan.depth)
 
 
 NGRAM = "ngram"
@@ -160,7 +152,7 @@ def quick_acceptance(head: Head, target: Target, config: EvalConfig) -> dict[str
     """Acceptance length on held-out prompts, while training."""
     assert config.prompts is not None
     settings = Settings(max_new_tokens=config.max_new_tokens, temperature=config.temperature)
-    engine = Engine(target.model, head, order_nodes(default_plan(head), settings), target.tokenizer)
+    engine = Engine(target.model, head, fit_plan(default_plan(head), settings), target.tokenizer)
     prompts = [target.prompt_ids(messages) for messages in load_prompts(config.prompts, config.limit)]
     outputs = [engine.generate([ids], settings)[0] for ids in prompts]
     return {

@@ -145,7 +145,7 @@ class _Distill(torch.autograd.Function):
 def replace_by_gradients(loss: LossFunction, logits: Tensor, teacher: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Put weights [K, C] * d loss / d logits in the place of the draft's logits [K, C, Vd]; teacher [C, Vd] are logits.
 
-    Returns losses and sum_v min(p, q), both [K, C], of any value where a weight is 0.
+    Returns losses and sum_v min(p, q), both [K, C], finite but meaningless where a weight is 0.
     """
     if loss is kl and runs_kernels(logits):
         from headtrain_kernels.distill import launch_rows

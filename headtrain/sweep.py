@@ -22,7 +22,6 @@ from decode.tree import MAX_NODES, Chain, Dynamic, Plan
 from decode.verify import RULES, check_rule
 from headtrain.checkpoint import write_text
 from headtrain.conversations import Message
-from headtrain.evaluate import fit_plan
 from headtrain.plots import SERIES, Draw, line_plot
 from headtrain.predict import Profile
 from headtrain.target import Target
@@ -142,13 +141,13 @@ def make_points(heads: Sequence[str], axes: Mapping[str, Sequence[Any]], usual: 
 
 
 def plan_of_size(size: int, draft: Draft, rule: str | None, tuned: Plan, profile: Profile | None) -> Plan | None:
-    """A tree of `size` nodes of the tuned kind; static ones are the best for the profile. None: plain decoding."""
+    """A tree of `size` nodes of the kind that was tuned and fits the rule; static ones are the best for the profile.
+    None: plain decoding."""
     if size == 1:
         return None
     deepest = min(draft.max_depth or MAX_NODES, size - 1)
     if rule is not None and RULES[rule].shape == "chain":
         return Chain(deepest)
-    tuned = fit_plan(tuned, rule)
     if isinstance(tuned, Dynamic):
         depth, width = min(tuned.depth, deepest), tuned.width
         while size > 1 + width + (depth - 1) * width**2:

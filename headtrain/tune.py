@@ -27,7 +27,7 @@ from decode.settings import Settings
 from decode.tree import Dynamic, Plan, Tree
 from decode.verify import Verdict
 from headtrain.checkpoint import write_text
-from headtrain.evaluate import PLAN, device_name, draft_settings, order_nodes, plan_key, read_plans
+from headtrain.evaluate import PLAN, device_name, draft_settings, fit_plan, plan_key, read_plans
 from headtrain.heads.base import Head
 from headtrain.target import Target
 
@@ -84,9 +84,8 @@ class Recorder(Engine):
 
     def _verify(self, run: Any, tree: Tree, logits: Tensor, positions: Tensor) -> Verdict:
         verdict = super()._verify(run, tree, logits, positions)
-        if tree.num_nodes > 1:
-            score = (tree.ancestors.float() * tree.log_q[:, None]).sum(-1)[0]  # [n] cumulative log q
-            order = score.argsort(descending=True, stable=True).argsort()  # rank of each node, the root first
+        if tree.scores is not None:
+            order = tree.scores[0].argsort(descending=True, stable=True).argsort()  # rank of each node, the root first
             path = verdict.path[0][: int(verdict.count[0]) + 1].tolist()
             # size that a tree must have to hold each node of the path
             self.steps.append([(int(order[node]) + 1, int(tree.depths[0, node])) for node in path[1:]])
@@ -151,14 +150,14 @@ def dynamic_candidates(
     for width in BEAMS:
         most = 1 + width + (depth - 1) * width**2
         widest = Dynamic(depth=depth, width=width, size=min(max(SIZES), most))
-        engine = Recorder(target.model, head, order_nodes(widest, settings), target.tokenizer)
+        engine = Recorder(target.model, head, fit_plan(widest, settings), target.tokenizer)
         for prompt in prompts:
             engine.generate([prompt], settings)
         for d in range(1, depth + 1):
             for size in SIZES:
                 if d < size <= min(widest.size, 1 + width + (d - 1) * width**2):
                     length = accepted_length(engine.steps, size, d)
-                    plan = order_nodes(Dynamic(d, width, size), settings)
+                    plan = fit_plan(Dynamic(d, width, size), settings)
                     found.append(Candidate(plan, 1.0, length, costs.step(size, [width] * (d - 1))))
     return found
 

@@ -121,8 +121,8 @@ def test_plans(head_folder, tmp_path):
     assert load_plan(tmp_path, head, sampled) == (Chain(3), Settings(temperature=0.5, draft_temperature=0.7))
     own = Settings(temperature=0.5, draft_temperature=2.0)
     assert load_plan(tmp_path, head, own) == (Chain(3), own)
-    assert fit_plan(Dynamic(3, 2, 6), "rejection") == Chain(3)
-    assert fit_plan(Dynamic(3, 2, 6), None) == Dynamic(3, 2, 6)
+    assert fit_plan(Dynamic(3, 2, 6), replace(sampled, rule="rejection")) == Chain(3)
+    assert fit_plan(Dynamic(3, 2, 6), greedy) == Dynamic(3, 2, 6)
     (tmp_path / "tree.json").write_text("{")
     with pytest.raises(UserError, match="is not a saved tree"):
         load_plan(tmp_path, head, greedy)

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode.errors import UserError
+from decode.settings import Settings
 from decode.tree import Chain, Dynamic, Static
+from headtrain.evaluate import fit_plan
 from headtrain.plots import figure
 from headtrain.predict import Profile
 from headtrain.sweep import (
@@ -90,7 +92,7 @@ class Four:
 @pytest.mark.parametrize("rule", [None, "gumbel", "rejection", "block"])
 @pytest.mark.parametrize("tuned", [Chain(3), Dynamic(3, 2, 6)], ids=["chain", "dynamic"])
 def test_trees_of_each_size(size, rule, tuned):
-    plan = plan_of_size(size, Four(), rule, tuned, None)
+    plan = plan_of_size(size, Four(), rule, fit_plan(tuned, Settings(rule=rule, temperature=1.0)), None)
     if size == 1:
         assert plan is None
     elif rule == "block":

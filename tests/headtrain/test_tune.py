@@ -1,6 +1,7 @@
 """Choosing a tree: sizes of recorded paths, and a choice that follows the costs."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +9,7 @@ from decode.engine import Engine
 from decode.settings import Settings
 from decode.tree import Dynamic, Static, from_dict
 from headtrain import tune as module
-from headtrain.evaluate import load_plan, open_head
+from headtrain.evaluate import fit_plan, load_plan, open_head
 from headtrain.trainer import train
 from headtrain.tune import Candidate, Costs, Recorder, accepted_length, choose, promising, save_plan, tune
 from tests.folders import make_recipe
@@ -28,21 +29,23 @@ def test_accepted_length_by_hand():
     assert accepted_length(steps, 9, 2) == pytest.approx((3 + 1 + 2) / 3)
 
 
-def test_one_wide_run_tells_what_a_smaller_tree_accepts(head_folder):
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "gumbel"])
+def test_one_wide_run_tells_what_a_smaller_tree_accepts(head_folder, temperature):
     """On the same contexts a smaller tree keeps the best nodes of the wider one, so the prediction is exact."""
+    settings = Settings(max_new_tokens=24, temperature=temperature, ignore_eos=True)
     head, target = open_head(head_folder, None, "float32")
     ids = target.prompt_ids([{"role": "user", "content": "the tree grows"}])
-    wide = Recorder(target.model, head, Dynamic(3, 3, 20), target.tokenizer)
-    reply = wide.generate([ids], Settings(max_new_tokens=24, ignore_eos=True))[0]
+    wide = Recorder(target.model, head, fit_plan(Dynamic(3, 3, 20), settings), target.tokenizer)
+    reply = wide.generate([ids], settings)[0]
     prefixes, at = [], 1
     for count in reply.accepted:
         prefixes.append(ids + reply.tokens[:at])
         at += count + 1
     for size in (2, 4, 7):
         for prefix, path in zip(prefixes, wide.steps, strict=True):
-            small = Engine(target.model, head, Dynamic(3, 3, size), target.tokenizer)
+            small = Engine(target.model, head, fit_plan(Dynamic(3, 3, size), settings), target.tokenizer)
             # the small tree's first step behind this prefix; its root is the token that the target adds
-            took = small.generate([prefix[:-1]], Settings(max_new_tokens=8, ignore_eos=True))[0].accepted[0]
+            took = small.generate([prefix[:-1]], replace(settings, max_new_tokens=8))[0].accepted[0]
             assert took == sum(need <= size for need, _ in path)
 
 
